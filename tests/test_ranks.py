@@ -1,0 +1,322 @@
+"""Real ranks: values, groups, faults. Each fault must be named, in time, with nothing left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from refimpl import ranks
+from refimpl.ranks import Rank, RankError
+
+
+def server_children() -> list[psutil.Process]:
+    """Ranks that are alive: the fork server's children."""
+    mine = psutil.Process().children()
+    return [child for server in mine for child in server.children()]
+
+
+def leftovers() -> set[str]:
+    """What lies in the temp folder, less the one folder that multiprocessing keeps for the fork server's socket."""
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("refimpl", "torch", "gloo", "nccl"))}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over() -> Any:
+    ranks.run(who, cp=1)  # the fork server is up before anyone counts
+    files, shared = leftovers(), set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    handles = psutil.Process().num_fds()
+    yield
+    assert server_children() == []
+    assert leftovers() == files
+    assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) == shared
+    assert psutil.Process().num_fds() <= handles
+
+
+def who(me: Rank) -> tuple[int, int, int]:
+    return me.rank, me.tp_rank, me.cp_rank
+
+
+def all_reduce(me: Rank) -> float:
+    x = torch.full((2,), float(me.rank + 1), device=me.device)
+    dist.all_reduce(x, group=me.cp_group)
+    return float(x[0])
+
+
+# ---------------------------------------------------------------- values and groups
+
+
+def test_values_come_back_in_rank_order() -> None:
+    assert ranks.run(lambda me, x, y: (me.cp_rank, x + y), 10, 5, cp=4) == [(0, 15), (1, 15), (2, 15), (3, 15)]
+
+
+def test_groups_are_megatrons() -> None:
+    def groups(me: Rank) -> Any:
+        from megatron.core import parallel_state as mpu
+
+        same = mpu.get_context_parallel_group() is me.cp_group and mpu.get_tensor_model_parallel_group() is me.tp_group
+        return same, dist.get_process_group_ranks(me.tp_group), dist.get_process_group_ranks(me.cp_group)
+
+    # tensor parallelism is the innermost: neighbours 0 1 and 2 3; context parallelism crosses: 0 2 and 1 3
+    assert ranks.run(groups, tp=2, cp=2) == [
+        (True, [0, 1], [0, 2]),
+        (True, [0, 1], [1, 3]),
+        (True, [2, 3], [0, 2]),
+        (True, [2, 3], [1, 3]),
+    ]
+    assert ranks.run(who, tp=2, cp=3) == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)]
+
+
+def test_collectives_work_on_the_groups() -> None:
+    assert ranks.run(all_reduce, tp=2, cp=2) == [4.0, 6.0, 4.0, 6.0]
+
+
+def test_tensors_come_back_as_leaves() -> None:
+    def graph(me: Rank) -> torch.Tensor:
+        return torch.ones(3, requires_grad=True) * (me.rank + 1)
+
+    values = ranks.run(graph, cp=2)
+    assert [value.tolist() for value in values] == [[1, 1, 1], [2, 2, 2]]
+    assert all(value.grad_fn is None and value.device.type == "cpu" for value in values)
+
+
+def test_what_ranks_print_is_printed_here_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def talk(me: Rank) -> None:
+        time.sleep(0.2 * (1 - me.rank))
+        print("hello from", me.rank)
+        os.system("echo from a child process")
+
+    ranks.run(talk, cp=2)
+    said = ["hello from 0", "from a child process"]
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"[rank 0] {line}" for line in said),
+        *(f"[rank 1] {line.replace('0', '1')}" for line in said),
+    ]
+
+
+def test_a_function_from_main_travels() -> None:
+    """As a notebook's does: defined in __main__, with a class and a global of __main__'s own, in no file."""
+    program = """
+        from dataclasses import dataclass
+        from refimpl import ranks
+
+        @dataclass
+        class Point:
+            x: int
+
+        OFFSET = 5
+
+        def body(me):
+            return Point(me.rank + OFFSET)
+
+        values = ranks.run(body, cp=2)
+        print(values, all(type(v) is Point for v in values))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[Point(x=5), Point(x=6)] True\n"
+    assert done.stderr == ""
+
+
+def test_a_huge_result_and_a_long_error() -> None:
+    values = ranks.run(lambda me: torch.full((50_000_000,), me.rank, dtype=torch.uint8), cp=2)
+    assert [int(value.sum()) for value in values] == [0, 50_000_000]
+
+    def long_error(me: Rank) -> None:
+        raise ValueError("x" * 1_000_000)
+
+    with pytest.raises(RankError, match="rank 0 raised: ValueError: xxx"):
+        ranks.run(long_error, cp=2)
+
+
+@pytest.mark.parametrize(("tp", "cp", "timeout"), [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_bad_sizes(tp: int, cp: int, timeout: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        ranks.run(who, tp=tp, cp=cp, timeout=timeout)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def fails(me: Rank, fault: str) -> float:
+    """Rank 1 has the fault, the others wait for it in a collective."""
+    if me.rank == 1:
+        if fault == "raise":
+            raise KeyError("the first error")
+        if fault == "sys.exit":
+            sys.exit(3)
+        if fault == "os._exit":
+            os._exit(3)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "loop":
+            while True:
+                pass
+        if fault == "skip the collective":
+            return 0.0
+        if fault == "unpicklable":
+            return threading.Lock()  # type: ignore[return-value]
+    return all_reduce(me)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "at_once"),
+    [
+        ("raise", "rank 1 raised: KeyError: 'the first error'", True),
+        ("sys.exit", "rank 1 raised: SystemExit: 3", True),
+        ("os._exit", "rank 1 died: exited with code 3", True),
+        ("kill", "rank 1 died: killed by SIGKILL", True),
+        ("segfault", "rank 1 died: killed by SIGSEGV", True),
+        ("unpicklable", "rank 1 raised: TypeError: cannot pickle '_thread.lock' object", True),
+        ("skip the collective", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
+        ("loop", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
+        ("stop", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
+    ],
+)
+def test_a_fault_is_named_in_time(fault: str, message: str, at_once: bool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(fails, fault, cp=3, timeout=60 if at_once else 2)
+    assert time.monotonic() - started < 20
+    assert str(caught.value).startswith(message + "\n")
+    outcomes = caught.value.outcomes
+    assert [o.rank for o in outcomes] == [0, 1, 2]
+    assert caught.value.first is outcomes[1 if at_once else 0]
+    assert outcomes[1].summary == {
+        "skip the collective": "returned",
+        "loop": "unfinished: in fails",
+        "stop": "unfinished: gave no sign of where it is",
+    }.get(fault, message.removeprefix("rank 1 "))
+    if fault in ("raise", "skip the collective", "stop", "loop"):
+        assert outcomes[2].summary == "unfinished: in all_reduce, called by all_reduce"
+    if fault == "raise":
+        assert 'raise KeyError("the first error")' in str(caught.value)
+
+
+def test_the_first_error_is_the_one_that_came_first() -> None:
+    def two_errors(me: Rank) -> None:
+        time.sleep(0.3 if me.rank == 0 else 0.0)
+        raise ValueError(f"from {me.rank}")
+
+    with pytest.raises(RankError) as caught:
+        ranks.run(two_errors, cp=2)
+    assert str(caught.value).startswith("rank 1 raised: ValueError: from 1\n")
+
+
+def test_observe_returns_what_run_raises() -> None:
+    outcomes = ranks.observe(fails, "raise", cp=2, timeout=30)
+    assert [o.status for o in outcomes] == ["unfinished", "raised"]
+    assert [o.status for o in ranks.observe(who, cp=2)] == ["returned", "returned"]
+
+
+def test_the_last_words_of_a_rank_that_died() -> None:
+    def last_words(me: Rank) -> None:
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        os._exit(1)
+
+    (outcome,) = ranks.observe(last_words)
+    assert (outcome.output, outcome.details) == ("to stdout\n", "to stderr")
+
+
+def test_a_call_that_cannot_be_read_is_an_error_on_the_rank() -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return eval, ("1 / 0",)
+
+    with pytest.raises(RankError, match="rank 0 raised: ZeroDivisionError"):
+        ranks.run(who, Bad(), cp=1)
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    def start_child(me: Rank) -> int:
+        child = subprocess.Popen(["sleep", "600"])
+        if me.rank == 1:
+            raise ValueError(child.pid)
+        return child.pid
+
+    outcomes = ranks.observe(start_child, cp=2)
+    pids = [outcomes[0].value, int(outcomes[1].reason.split()[-1])]
+    ranks.run(start_child)  # and when all is well
+    deadline = time.monotonic() + 5
+    alive = lambda pid: psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # noqa: E731
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+HANGS = """
+    import sys, time
+    from refimpl import ranks
+
+    def hang(me):
+        open(sys.argv[1] + f"/{me.rank}", "w").write("here")
+        time.sleep(600)
+
+    try:
+        ranks.run(hang, cp=2, timeout=300)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_interrupting_or_killing_the_parent_stops_the_ranks(sent: signal.Signals, tmp_path: Path) -> None:
+    """SIGINT goes to the whole process group, as a terminal and Jupyter send it."""
+    command = [sys.executable, "-c", textwrap.dedent(HANGS), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        deadline = time.monotonic() + 60
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) >= 3  # the server and two ranks
+        if sent == signal.SIGINT:
+            os.killpg(parent.pid, sent)
+            assert parent.communicate(timeout=20)[0] == "interrupted\n"
+        else:
+            parent.send_signal(sent)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+
+
+def test_fifty_runs_leave_nothing() -> None:
+    """Every other one fails; what may be left is counted by the fixture."""
+    for i in range(50):
+        outcomes = ranks.observe(fails, "raise" if i % 2 else "kill" if i % 10 == 0 else "none", cp=2, timeout=30)
+        assert all(o.status == "returned" for o in outcomes) == (i % 2 == 0 and i % 10 != 0)
+
+
+def test_a_fork_server_that_was_killed_is_started_again() -> None:
+    for server in psutil.Process().children():
+        if "forkserver" in " ".join(server.cmdline()):
+            server.kill()
+            while server.status() != psutil.STATUS_ZOMBIE:  # its parent, this process, has not asked after it yet
+                time.sleep(0.01)
+    assert ranks.run(who) == [(0, 0, 0)]
+
+
+def test_two_runs_at_once_do_not_disturb_each_other() -> None:
+    results: dict[int, list[Any]] = {}
+
+    def together(number: int) -> None:
+        results[number] = [ranks.run(lambda me, n: n * all_reduce(me), number, cp=2) for _ in range(3)]
+
+    threads = [threading.Thread(target=together, args=(n,)) for n in (1, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {1: [[3.0, 3.0]] * 3, 100: [[300.0, 300.0]] * 3}
