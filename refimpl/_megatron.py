@@ -1,7 +1,7 @@
 """megatron-core, imported in one place, quietly and without loading a compiler.
 
-Its fused helpers are compiled with ``torch.compile``, whose import takes as long as all the rest; in our ranks they stay
-plain functions. It warns where Transformer Engine is absent, and a notebook would store that.
+It decorates helpers with ``torch.compile``, whose import takes as long as all the rest; in our ranks they stay plain
+functions. It warns where Transformer Engine is absent, and a notebook would store that.
 """
 
 import warnings

@@ -55,14 +55,14 @@ class Drawing:
         """The picture as ``"png"`` or ``"svg"`` on opaque white; the same drawing gives the same bytes."""
         buffer = io.BytesIO()
         with mpl.rc_context(STYLE):
-            metadata = {"Date": None} if kind == "svg" else {"Software": None}
-            self.figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
+            options = {"metadata": {"Date": None}} if kind == "svg" else {"pil_kwargs": {"optimize": True}}
+            self.figure.savefig(buffer, format=kind, dpi=120, facecolor="white", **options)
         return buffer.getvalue()
 
     def _ipython_display_(self) -> None:
         from IPython.display import Image, display
 
-        width = round(self.figure.get_size_inches()[0] * 72)
+        width = round(self.figure.get_size_inches()[0] * 104)
         display(Image(self.bytes("png"), width=width, alt=self.text.splitlines()[0]))  # type: ignore[no-untyped-call]
         print(self.text)
 
@@ -81,11 +81,10 @@ def boxes(layout: Layout, cp_rank: int) -> list[Box | None]:
 def strips(layout: Layout) -> Drawing:
     """The position strips of all ranks: which row of which rank holds which position of which sample."""
     lanes = [boxes(layout, rank) for rank in range(layout.cp_size)]
-    cp = "no CP" if layout.cp_size == 1 else f"{layout.cp_split} CP, cp_size {layout.cp_size}"
-    title = f"{layout.qkv_format}, {cp}"
-    wide = max((len(str(box)) for lane in lanes for box in lane if box), default=3)
-    lines = [f"rank {r} |" + "".join(str(box or ".").center(wide) for box in lane) for r, lane in enumerate(lanes)]
-    figure, axes = _canvas(len(lanes), layout.rows, title)
+    wide = max((len(str(box)) for lane in lanes for box in lane if box), default=0)
+    texts = ["".join(str(box or " . ").ljust(wide) for box in lane).rstrip() for lane in lanes]
+    lines = [str(layout), *(f"rank {rank} |{text}" for rank, text in enumerate(texts)), TEXT_KEY]
+    figure, axes = _canvas(len(lanes), layout.rows, str(layout))
     for row in range(layout.rows):
         axes.text(row + 0.5, -0.1, str(row), ha="center", va="bottom", fontsize=6.5, color=GREY)
     axes.text(-0.3, -0.1, "row", ha="right", va="bottom", fontsize=6.5, color=GREY)
@@ -100,7 +99,7 @@ def strips(layout: Layout) -> Drawing:
                 target = f"→{letter}{box.position + 1}"
                 axes.text(row + 0.5, rank * LANE + 1.02, target, ha="center", va="top", fontsize=6.5, color=GREY)
     axes.text(0, len(lanes) * LANE + 0.1, PICTURE_KEY, fontsize=6.5, va="top", color=GREY)
-    return Drawing(figure, "\n".join([title, *lines, TEXT_KEY]))
+    return Drawing(figure, "\n".join(lines))
 
 
 def describe(piece: "Tensor | None") -> str:
@@ -143,7 +142,7 @@ def _letter(sample: int) -> str:
 
 def _canvas(lanes: int, columns: int, title: str) -> tuple[Figure, Axes]:
     """Axes whose unit is one box, with room for the rank names on the left and the key below."""
-    unit = min(0.42, 10.5 / (columns + 2.2))
+    unit = min(0.42, 8.4 / (columns + 2.2))
     width = max(columns + 2.2, 7.6 / unit)
     figure = Figure((width * unit, (lanes * LANE + 1.7) * 0.42))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-1.8, width - 1.8), ylim=(lanes * LANE + 0.5, -1.2))
@@ -156,7 +155,7 @@ def _canvas(lanes: int, columns: int, title: str) -> tuple[Figure, Axes]:
 
 def _box(axes: Axes, x: float, lane: int, width: int, text: str, face: str, hatch: bool, frame: bool) -> None:
     corner, size = (x + 0.06, lane * LANE + 0.04), (width - 0.12, 0.92)
-    axes.add_patch(Rectangle(corner, *size, fc=face, ec="#777777", lw=0, hatch="////" if hatch else ""))
+    axes.add_patch(Rectangle(corner, *size, fc=face, ec="#444444", lw=0, hatch="////" if hatch else ""))
     axes.add_patch(Rectangle(corner, *size, fill=False, ec="black" if frame else "#777777", lw=2.2 if frame else 0.6))
     back = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85} if hatch else None
     axes.text(x + width / 2, lane * LANE + 0.5, text, ha="center", va="center", fontsize=7, bbox=back if text else None)

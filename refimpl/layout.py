@@ -116,6 +116,10 @@ class Layout:
             if self.max_seq_len is not None and total > _length(self.max_seq_len, "max_seq_len"):
                 raise ValueError(f"sample {i}: total_length {total} is more than max_seq_len {self.max_seq_len}")
 
+    def __str__(self) -> str:
+        split = "allgather" if (self.qkv_format, self.cp_split) == ("thd", "contiguous") else self.cp_split
+        return f"{self.qkv_format}, {'no CP' if self.cp_size == 1 else f'{split} CP, cp_size {self.cp_size}'}"
+
     @property
     def rows(self) -> int:
         """T_local: rows of each rank's flat buffer, padding included; the same on every rank."""

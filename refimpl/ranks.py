@@ -31,10 +31,8 @@ from refimpl import _rank, _server
 from refimpl._rank import Outcome as Outcome
 from refimpl._rank import Rank as Rank
 
-GRACE = 0.5
-"""Seconds that the other ranks get, once one has failed, to report their own end."""
-START_METHOD = "forkserver"
-"""``"spawn"`` works too, where there is no fork, but imports torch and megatron-core anew in every rank."""
+GRACE = 0.5  # seconds that the other ranks get, once one has failed, to report their own end
+START_METHOD = "forkserver"  # "spawn" works too, but every rank then imports torch and megatron-core anew
 
 
 class RankError(RuntimeError):

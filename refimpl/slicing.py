@@ -10,8 +10,7 @@ from torch import Tensor
 
 from refimpl.layout import Layout
 
-NO_TARGET = -100
-"""The target of a row that scores nothing; torch's own default ``ignore_index``."""
+NO_TARGET = -100  # of a row that scores nothing: torch's own default ignore_index
 
 
 def local_tokens(tokens: Sequence[Tensor], layout: Layout, cp_rank: int, pad_id: int = 0) -> Tensor:
