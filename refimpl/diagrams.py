@@ -97,7 +97,7 @@ def strips(layout: Layout) -> Drawing:
             _box(axes, row, rank, 1, f"{letter}{box.position}", colour, box.prompt, box.predicting)
             if box.predicting:
                 target = f"→{letter}{box.position + 1}"
-                axes.text(row + 0.5, rank * LANE + 1.02, target, ha="center", va="top", fontsize=6.5, color=GREY)
+                axes.text(row + 0.5, rank * LANE + 1.06, target, ha="center", va="top", fontsize=6.5, color=GREY)
     axes.text(0, len(lanes) * LANE + 0.1, PICTURE_KEY, fontsize=6.5, va="top", color=GREY)
     return Drawing(figure, "\n".join(lines))
 

@@ -56,7 +56,7 @@ def test_the_picture_shows_what_each_row_holds(layout: Layout) -> None:
         middle = rank * diagrams.LANE + 0.5
         labels = {x - 0.5: text for x, y, text in texts if y == middle and text and not text.startswith("rank")}
         assert labels == {row: f"{'ABC'[cell[0]]}{cell[1]}" for row, cell in enumerate(lane) if cell}
-        below = {x - 0.5: text for x, y, text in texts if y == rank * diagrams.LANE + 1.02}
+        below = {x - 0.5: text for x, y, text in texts if y == rank * diagrams.LANE + 1.06}
         scoring = [(i, row, p) for i in range(3) for row, p in oracle.response(layout, rank, i)]
         assert below == {row: f"→{'ABC'[i]}{p + 1}" for i, row, p in scoring}
 

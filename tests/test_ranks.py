@@ -26,20 +26,19 @@ def server_children() -> list[psutil.Process]:
     return [child for server in mine for child in server.children()]
 
 
-def leftovers() -> set[str]:
-    """What lies in the temp folder, less the one folder that multiprocessing keeps for the fork server's socket."""
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("refimpl", "torch", "gloo", "nccl"))}
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_over() -> Any:
+def nothing_left_over(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Around every test: no rank alive, an empty temp folder, no open file handle more than before."""
     ranks.run(who, cp=1)  # the fork server is up before anyone counts
-    files, shared = leftovers(), set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    handles = psutil.Process().num_fds()
+    folder, handles = tmp_path_factory.mktemp("temp"), psutil.Process().num_fds()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     yield
     assert server_children() == []
-    assert leftovers() == files
-    assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) == shared
+    left = [
+        name for name in os.listdir(folder) if not name.startswith("pymp-")
+    ]  # multiprocessing's, of a killed parent
+    assert left == []
     assert psutil.Process().num_fds() <= handles
 
 
@@ -259,8 +258,10 @@ def test_what_a_rank_started_ends_with_it() -> None:
 
 
 HANGS = """
-    import sys, time
+    import signal, sys, time
     from refimpl import ranks
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 
     def hang(me):
         open(sys.argv[1] + f"/{me.rank}", "w").write("here")
@@ -277,17 +278,18 @@ HANGS = """
 def test_interrupting_or_killing_the_parent_stops_the_ranks(sent: signal.Signals, tmp_path: Path) -> None:
     """SIGINT goes to the whole process group, as a terminal and Jupyter send it."""
     command = [sys.executable, "-c", textwrap.dedent(HANGS), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
         deadline = time.monotonic() + 60
         while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         family = psutil.Process(parent.pid).children(recursive=True)
         assert len(family) >= 3  # the server and two ranks
-        if sent == signal.SIGINT:
-            os.killpg(parent.pid, sent)
-            assert parent.communicate(timeout=20)[0] == "interrupted\n"
-        else:
-            parent.send_signal(sent)
+        os.killpg(parent.pid, sent) if sent == signal.SIGINT else parent.send_signal(sent)
+        assert parent.communicate(timeout=20)[0] == ("interrupted\n" if sent == signal.SIGINT else "")
+    finally:
+        parent.kill()
+        parent.communicate()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []
 
