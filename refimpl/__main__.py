@@ -12,12 +12,12 @@ from refimpl.diagrams import describe, strips  # noqa: E402
 from refimpl.layout import Batch, Layout  # noqa: E402
 
 LAYOUT = Layout(Batch([8, 8], [2, 2]), cp_split="contiguous", cp_size=4)
+VERSIONS = (history.extract_before_1846, history.redistribute_1822), (slicing.extract, collectives.redistribute)
 TEXT = f"""\
 Two samples, A and B, of 8 tokens each; the last 2 tokens of each are its response. They are packed end to end and cut
 in 4 windows of 4 rows, one per rank (allgather context parallelism). A row in [ ] scores the token after it:
 
 {strips(LAYOUT)}
-
 Ranks 0 and 2 hold no such row, and so nothing of any response. Each rank makes a list with the entropy of each sample's
 response, then all ranks exchange these lists in an all-reduce.
 """
@@ -28,12 +28,9 @@ The whole story: make lab, then notebooks/04_the_none_bug.ipynb"""
 
 
 def main() -> None:
-    """Run both and print the table."""
+    """Run both, print the table."""
     columns = [[str(rank) for rank in range(4)]]
-    for extract, redistribute in (
-        (history.extract_before_1846, history.redistribute_1822),
-        (slicing.extract, collectives.redistribute),
-    ):
+    for extract, redistribute in VERSIONS:
         lists = [extract(*history.buffers(LAYOUT, rank), LAYOUT, rank)[1] or [] for rank in range(4)]
         columns.append(["\n".join(map(describe, entropy)) for entropy in lists])
         outcomes = ranks.observe(history.step, extract, redistribute, LAYOUT, cp=4, timeout=20)

@@ -1,7 +1,5 @@
-"""megatron-core, imported in one place, quietly and without loading a compiler.
-
-It decorates helpers with ``torch.compile``, whose import takes as long as all the rest; in our ranks they stay plain
-functions. It warns where Transformer Engine is absent, and a notebook would store that.
+"""megatron-core, imported in one place: without its warnings that Transformer Engine is absent, and without the
+``torch.compile`` of its helpers, whose import takes as long as all the rest; in our ranks they stay plain functions.
 """
 
 import warnings

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Rank:
 class Outcome:
     """How one rank ended: ``returned``, ``raised``, ``died`` (exited or was killed without a word) or ``unfinished``.
 
-    ``reason`` is one line without paths or times. ``details`` helps to find the place: a traceback, the stack of a rank
-    that waits, the last words of one that died. ``output`` is what the rank printed. ``when`` orders failures: seconds
-    on the monotonic clock for an error, before all others for a death (it causes errors elsewhere), last if unfinished.
+    ``reason`` is one line. ``details`` helps to find the place: a traceback, the stack of a rank that waits, the last
+    words on stderr of one that died. ``output`` is what the rank printed. ``when`` orders failures: seconds on the
+    monotonic clock for an error, before all others for a death (it causes errors elsewhere), last if unfinished.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class Outcome:
         return f"{self.status}: {self.reason}" if self.reason else self.status
 
 
-def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int) -> None:
+def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: float) -> None:
     """Run the call that lies in ``folder``, leave its value there, report, and wait until all ranks have."""
     os.setsid()  # a process group of its own: what this rank starts ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
@@ -67,11 +68,13 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stack = open(f"{folder}/rank-{rank}.stack", "w")  # noqa: SIM115  (open for the life of the process)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    faulthandler.dump_traceback_later(min(timeout, 1e6) + 10, exit=True, file=stack)  # if the parent cannot end us
     print("from here on the parent may ask where this rank is", file=stack, flush=True)
     released = threading.Event()
     threading.Thread(target=_heed, args=(pipe, folder, released), daemon=True).start()
     try:
-        fn, args = pickle.loads(Path(folder, "call").read_bytes())
+        fn, args, environment = pickle.loads(Path(folder, "call").read_bytes())
+        os.environ.update(environment)  # the fork server's is that of its own start
         value = fn(_join(folder, rank, tp, cp), *args)
         torch.save(value, f"{folder}/rank-{rank}.value", pickle_module=cloudpickle)
         outcome = Outcome(rank, "returned")
@@ -106,8 +109,8 @@ def _join(folder: str, rank: int, tp: int, cp: int) -> Rank:
     if gpus:
         torch.cuda.set_device(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n.startswith("lo")))
-    backend, store = "nccl" if gpus >= world else "gloo", f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world)
+    backend, store = "nccl" if gpus >= world else "gloo", FileStore(f"{folder}/store", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     mpu.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     tp_rank, tp_group = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_group()
     cp_rank, cp_group = mpu.get_context_parallel_rank(), mpu.get_context_parallel_group()

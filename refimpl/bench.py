@@ -17,13 +17,14 @@ def start_seconds(start_method: str) -> float:
 
 
 def bench_ranks(runs: int = 3) -> None:
-    """The fork server against ``spawn``, in turn."""
-    first = start_seconds("forkserver")
-    pairs = [(start_seconds("spawn"), start_seconds("forkserver")) for _ in range(runs)]
-    spawn, later = (statistics.median(column) for column in zip(*pairs, strict=True))
+    """The fork server against ``spawn``, in turn; its first start happens once and is measured once."""
+    seconds = {"forkserver, first start": [start_seconds("forkserver")], "forkserver, later": [], "spawn": []}
+    for name in ("forkserver, later", "spawn") * runs:
+        seconds[name].append(start_seconds(name.partition(",")[0]))
     print(f"start and end of 4 ranks with megatron-core's groups (tp 2, cp 2), median of {runs} in turn")
-    for name, seconds in (("spawn", spawn), ("forkserver, the first time", first), ("forkserver, after that", later)):
-        print(f"{name:28}{seconds:7.2f} s{spawn / seconds:7.1f} times as fast as spawn")
+    for name, measured in seconds.items():
+        ratio = statistics.median(seconds["spawn"]) / statistics.median(measured)
+        print(f"{name:28}{statistics.median(measured):7.2f} s{ratio:7.1f} times as fast as spawn")
 
 
 if __name__ == "__main__":

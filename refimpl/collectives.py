@@ -20,10 +20,14 @@ def redistribute(pieces: Sequence[Tensor], layout: Layout, cp_rank: int, group: 
     for a loss in which each rank counts its own pieces only.
 
     ``pieces`` are ``[R_local]`` for each sample, from ``slicing.response_pieces`` with the same ``layout``; what comes
-    back is ``[R_zigzag]`` for each. ``group`` is the CP group.
+    back is ``[R_zigzag]`` for each. ``group`` is the CP group. A ``ValueError`` if a piece does not fit the layout.
     """
     whole = []
-    for i, (piece, (span,)) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
+    for i, (piece, (span, *more)) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
+        if piece.shape != (span.length,) or more:
+            raise ValueError(
+                f"sample {i}: a piece of shape {list(piece.shape)} does not fit rank {cp_rank} of {layout}"
+            )
         before = span.position - layout.batch.first_predicting(i)
         whole.append(pad(piece, (before, layout.batch.response_lengths[i] - before - span.length)))
     return sum_and_cut(whole, layout, cp_rank, group)

@@ -7,17 +7,15 @@ position, hatching marks the prompt, a thick frame a predicting row with the tok
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from refimpl.layout import Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7")  # Okabe and Ito's, apart for colour-blind readers too
 GREY, LANE = "#666666", 1.5
@@ -102,14 +100,14 @@ def strips(layout: Layout) -> Drawing:
     return Drawing(figure, "\n".join(lines))
 
 
-def describe(piece: "Tensor | None") -> str:
+def describe(piece: Tensor | None) -> str:
     """``None``, or its number of rows and whether it is part of a graph."""
     if piece is None:
         return "None"
     return f"{len(piece)} row{'s' * (len(piece) != 1)}, {'grad' if piece.requires_grad else 'no grad'}"
 
 
-def pieces(lists: Sequence[Sequence["Tensor | None"]], title: str) -> Drawing:
+def pieces(lists: Sequence[Sequence[Tensor | None]], title: str) -> Drawing:
     """The list that each rank holds, one entry per sample; ``None`` and pieces outside the graph stand out."""
     figure, axes = _canvas(len(lists), 3 * max((len(entries) for entries in lists), default=1), title)
     lines = [title]

@@ -1,11 +1,9 @@
 """The bug's history: each step as a small function beside the one that replaced it, with the symptoms it had.
 
-Re-created in our own terms from THUDM/slime (Apache-2.0), slime/backends/megatron_utils/loss.py: pull requests #1822
-(commit 2928bba9d) and #1846 (5b688aaba). Only the allgather path, one window per rank; the other paths were right.
+Re-created in our own terms from THUDM/slime (Apache-2.0), slime/backends/megatron_utils/loss.py, before pull request
+#1846 (commit 2928bba9d) and after it (5b688aaba). Only the allgather path, one window per rank: there the bug was.
 """
 
-import difflib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +21,7 @@ from refimpl.slicing import local_tokens
 def extract_before_1846(
     log_prob: Tensor, entropy: Tensor | None, layout: Layout, cp_rank: int, tokens: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """#1822: where this rank holds nothing of a response, the entropy list gets ``None``. ``tokens`` is never read."""
+    """#1788 to #1846: the entropy of a response of which this rank holds nothing is ``None``. ``tokens`` is unread."""
     log_probs: list[Tensor] = []
     entropies: list[Tensor | None] = []
 
@@ -91,11 +89,10 @@ def buffers(layout: Layout, cp_rank: int, device: torch.device | str = "cpu") ->
 def step(
     me: Rank, extract: Callable[..., Any], redistribute: Callable[..., Any], layout: Layout
 ) -> tuple[Tensor, Tensor | None]:
-    """One loss on one rank, from ``buffers`` to ``backward``.
+    """One loss on one rank, the plain sum, from ``buffers`` to ``backward``.
 
-    Returns:
-        the entropy values that this rank owns after the redistribution, and the gradient of its entropy buffer: one
-        where a row counts in the loss, zero where not, ``None`` if backward never reached the buffer.
+    Returns the entropy values that this rank owns after the redistribution, and the gradient of its entropy buffer: one
+    where a row counts in the loss, zero where not, ``None`` if backward never reached the buffer.
     """
     log_prob, entropy = buffers(layout, me.cp_rank, me.device)
     lists = extract(log_prob, entropy, layout, me.cp_rank)
@@ -103,9 +100,3 @@ def step(
     log_probs, entropies = torch.cat(moved[0]), torch.cat(moved[1])
     (log_probs.sum() + entropies.sum()).backward()  # type: ignore[no-untyped-call]
     return entropies.detach(), entropy.grad
-
-
-def diff(old: Callable[..., Any], new: Callable[..., Any]) -> str:
-    """The unified diff of two functions, made from their sources."""
-    before, after = (inspect.getsource(f).splitlines() for f in (old, new))
-    return "\n".join(difflib.unified_diff(before, after, old.__name__, new.__name__, lineterm="", n=2))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import index
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Span:
     def clip(self, start: int, stop: int) -> "Span":
         """The part with positions in ``[start, stop)``.
 
-        Where they do not meet, a span of length zero: its row stays inside this span's rows, its position goes to the
-        nearer of ``start`` and ``stop``, so that code which slices or pads with either needs no special case.
+        Where they do not meet, a span of length zero: its row stays within this span's rows and its position within
+        ``[start, stop]``, so that code which slices or pads with either needs no special case.
         """
         end = self.position + self.length
         first = min(max(self.position, start), end)
@@ -65,8 +65,9 @@ class Batch:
             if response > total:
                 raise ValueError(f"sample {i}: response_length {response} is more than total_length {total}")
             if response == total > 0:
-                numbers = f"total_length {total}, response_length {response}"
-                raise ValueError(f"sample {i}: {numbers}: no prompt, so no row predicts the first response token")
+                raise ValueError(
+                    f"sample {i}: total_length {total}, response_length {response}: no prompt to predict from"
+                )
 
     def __len__(self) -> int:
         return len(self.total_lengths)
@@ -82,7 +83,7 @@ class Layout:
 
     Args:
         batch: the lengths.
-        qkv_format: ``"thd"``: samples end to end, no padding between them. ``"bshd"``: each takes ``max_seq_len`` rows.
+        qkv_format: ``"thd"``: samples end to end. ``"bshd"``: each one takes ``max_seq_len`` rows.
         cp_split: ``"zigzag"``: each sample, padded, is cut in ``2 * cp_size`` equal chunks; rank r holds chunks r and
             ``2 * cp_size - 1 - r``, which balances ring attention. ``"contiguous"``: one window per rank, of each
             padded sample (bshd) or of the whole stream, padded once (thd): that is allgather CP.
@@ -105,15 +106,15 @@ class Layout:
         for name, allowed in (("qkv_format", ("thd", "bshd")), ("cp_split", ("zigzag", "contiguous"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {allowed}")
-        for name in ("cp_size", "pad_multiple"):
-            if _length(getattr(self, name), name) == 0:
-                raise ValueError(f"{name} is 0; it must be at least 1")
+        for name, least in (("cp_size", 1), ("pad_multiple", 1), ("max_seq_len", 0)):
+            if getattr(self, name) is not None or name != "max_seq_len":
+                object.__setattr__(self, name, _length(getattr(self, name), name, least))
         if self.qkv_format == "thd" and self.max_seq_len is not None:
             raise ValueError(f"max_seq_len {self.max_seq_len} is for bshd; thd has no padding between samples")
         if self.qkv_format == "bshd" and self.pad_multiple != 1:
             raise ValueError(f"pad_multiple {self.pad_multiple} is for thd; bshd pads to max_seq_len")
         for i, total in enumerate(self.batch.total_lengths):
-            if self.max_seq_len is not None and total > _length(self.max_seq_len, "max_seq_len"):
+            if self.max_seq_len is not None and total > self.max_seq_len:
                 raise ValueError(f"sample {i}: total_length {total} is more than max_seq_len {self.max_seq_len}")
 
     def __str__(self) -> str:
@@ -127,15 +128,12 @@ class Layout:
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """thd: where each sample starts in the stream before the CP split, and where the last one ends.
+        """Where each sample starts in the stream before the CP split, and where the last one ends.
 
-        Under zigzag CP a sample counts with the padding of its chunks; padding at the end of the stream counts nowhere.
-        For bshd a ``ValueError``: there sample i starts at i times the padded length.
+        A sample counts with its own padding (zigzag, bshd); padding at the end of the stream counts nowhere.
         """
-        if self.qkv_format == "bshd":
-            raise ValueError("bshd has no cu_seqlens: sample i starts at i times the padded length")
-        whole = self._chunks == self.cp_size
-        padded = self.batch.total_lengths if whole else [length for length, _ in self._lines]
+        own = self.qkv_format == "bshd" or self._chunks > self.cp_size
+        padded = [length for length, _ in self._lines] if own else self.batch.total_lengths
         return tuple(accumulate(padded, initial=0))
 
     def spans(self, cp_rank: int) -> list[tuple[Span, ...]]:
@@ -146,7 +144,8 @@ class Layout:
         Raises:
             ValueError: ``cp_rank`` is not in ``[0, cp_size)``.
         """
-        if not 0 <= _length(cp_rank, "cp_rank") < self.cp_size:
+        cp_rank = _length(cp_rank, "cp_rank")
+        if cp_rank >= self.cp_size:
             raise ValueError(f"cp_rank {cp_rank} is not in [0, {self.cp_size})")
         held: list[tuple[Span, ...]] = []
         row = 0
@@ -166,8 +165,7 @@ class Layout:
     def response_spans(self, cp_rank: int) -> list[tuple[Span, ...]]:
         """``spans`` clipped to the predicting positions: the rows whose logits score a response token."""
         first, totals = self.batch.first_predicting, self.batch.total_lengths
-        held = enumerate(self.spans(cp_rank))
-        return [tuple(span.clip(first(i), totals[i] - 1) for span in spans) for i, spans in held]
+        return [tuple(s.clip(first(i), totals[i] - 1) for s in spans) for i, spans in enumerate(self.spans(cp_rank))]
 
     @property
     def _chunks(self) -> int:
@@ -189,10 +187,12 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _length(value: object, name: str) -> int:
-    """``value`` as an int, or an error that names it. Floats, strings and truth values are not lengths."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} is {value!r}, which is not an integer")
-    if (number := index(value)) < 0:
-        raise ValueError(f"{name} is {number}, which is negative")
+def _length(value: Any, name: str, least: int = 0) -> int:
+    """``value`` as an int of at least ``least``, or an error that names it. Floats and truth values are no lengths."""
+    try:
+        number = index(str(value) if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, which is not an integer") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
     return number

@@ -6,7 +6,8 @@
     ranks.run(body, 10, cp=4)              # [0, 10, 20, 30]
 
 Ranks return values and the parent prints. A rank that is done stays alive until all are, as in training: a collective
-that one rank skipped leaves the others waiting, and the report says where.
+that one rank skipped leaves the others waiting, and the report says where. Linux or macOS; scripts need the usual
+``if __name__ == "__main__":``, without which Python stops every rank at the script's first line.
 """
 
 import contextlib
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 import torch.multiprocessing
 
 from refimpl import _rank, _server
@@ -56,8 +56,8 @@ class _Child:
     outcome: Outcome | None = None
 
     @property
-    def returned(self) -> bool:
-        return self.outcome is not None and self.outcome.status == "returned"
+    def status(self) -> str:
+        return self.outcome.status if self.outcome else "unfinished"
 
     def hear(self) -> None:
         """Take the report, or notice that none will come."""
@@ -66,8 +66,9 @@ class _Child:
                 self.outcome = self.pipe.recv()
                 return
         self.process.join(GRACE)
-        code = self.process.exitcode
-        reason = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        code = self.process.exitcode or 0
+        name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+        reason = f"killed by {name}" if code < 0 else f"exited with code {code}"
         self.outcome = Outcome(self.rank, "died", reason, when=-math.inf)
 
     def tell(self, folder: Path) -> Outcome:
@@ -75,34 +76,35 @@ class _Child:
         value, output, errors, stack = (folder / f"rank-{self.rank}.{end}" for end in ("value", "out", "err", "stack"))
         outcome = self.outcome or Outcome(self.rank, "unfinished", *self.where(stack))
         if outcome.status == "died":
-            outcome = replace(outcome, details="\n".join(_read(errors).splitlines()[-20:]))
+            outcome = replace(outcome, details="\n".join(errors.read_text(errors="replace").splitlines()[-20:]))
         if outcome.status == "returned":
-            outcome = replace(outcome, value=torch.load(value, "cpu", weights_only=False))
-        return replace(outcome, output=_read(output))
+            try:
+                outcome = replace(outcome, value=torch.load(value, "cpu", weights_only=False))
+            except Exception as error:
+                outcome = replace(outcome, status="raised", reason=f"its value cannot be read here: {error!r}")
+        return replace(outcome, output=output.read_text(errors="replace"))
 
     def where(self, file: Path) -> tuple[str, str]:
         """Where an unfinished rank is, and its stack. The rank answers itself, even from within a collective."""
-        before = _read(file)
-        if before and self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGUSR1)
-            asked = time.monotonic()
+        asked, before = time.monotonic(), file.read_text()
+        with contextlib.suppress(ProcessLookupError):
+            if before and self.process.pid is not None:
+                os.kill(self.process.pid, signal.SIGUSR1)
             while time.monotonic() < asked + GRACE:
-                time.sleep(0.02)
-                stack = _read(file)[len(before) :]
-                frames = [f for f in re.findall(r'File "(.*)", line \d+ in (\w+)\n', stack) if f[1] != "wrapper"]
-                if frames:
-                    ours = [name for source, name in frames[1:] if f"{os.sep}torch{os.sep}" not in source]
+                stack = file.read_text()[len(before) :]
+                if stack.endswith(("in <module>\n", "...\n")):
+                    frames = [f for f in re.findall(r'File "(.*)", line \d+ in (\w+)\n', stack) if f[1] != "wrapper"]
+                    ours = [name for source, name in frames[1:] if f"{os.sep}torch{os.sep}" not in source] + ["main"]
                     return f"in {frames[0][1]}" + f", called by {ours[0]}" * (ours[0] != "main"), stack
+                time.sleep(0.01)
         return "gave no sign of where it is", ""
 
-    def end(self) -> None:
-        """Kill the rank and whatever it started: it leads a process group of its own."""
+    def kill(self) -> None:
+        """Kill the rank and what it started, which is in a process group of its own unless it took care not to be."""
         if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
-            self.process.join()
-        self.process.close()
         self.pipe.close()
 
 
@@ -130,32 +132,38 @@ def run(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: f
 
 def observe(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0) -> list[Outcome]:
     """Like ``run``, but a rank's failure is what you get, not an exception: one ``Outcome`` per rank."""
-    for name, value in (("tp", tp), ("cp", cp), ("timeout", timeout)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
+    if not (isinstance(tp, int) and isinstance(cp, int) and min(tp, cp) > 0 and timeout > 0):
+        raise ValueError(f"tp {tp!r} and cp {cp!r} must be positive integers, timeout {timeout!r} a positive number")
     context: Any = torch.multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
         _server.start()
     children: list[_Child] = []
     with tempfile.TemporaryDirectory(prefix="refimpl-ranks-") as folder:
-        Path(folder, "call").write_bytes(cloudpickle.dumps((fn, args)))
+        Path(folder, "call").write_bytes(cloudpickle.dumps((fn, args, dict(os.environ))))
         try:
             for rank in range(tp * cp):
+                for end in ("out", "err", "stack"):
+                    Path(folder, f"rank-{rank}.{end}").touch()
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_rank.main, args=(theirs, folder, rank, tp, cp), daemon=True)
+                process = context.Process(target=_rank.main, args=(theirs, folder, rank, tp, cp, timeout), daemon=True)
                 children.append(_Child(rank, process, ours))
                 process.start()
                 theirs.close()
             _listen(children, time.monotonic() + timeout)
-            if all(child.returned for child in children):
+            if all(child.status == "returned" for child in children):
                 for child in children:
-                    child.pipe.send_bytes(b"all done")
+                    with contextlib.suppress(OSError):
+                        child.pipe.send_bytes(b"all done")
                 for child in children:
                     child.process.join(2.0)
             outcomes = [child.tell(Path(folder)) for child in children]
         finally:
+            for child in children:  # all of them first: a second interrupt may come while we wait
+                child.kill()
             for child in children:
-                child.end()
+                if child.process.pid is not None:
+                    child.process.join()
+                child.process.close()
     for outcome in outcomes:
         for line in outcome.output.splitlines():
             print(f"[rank {outcome.rank}] {line}")
@@ -164,15 +172,11 @@ def observe(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeou
 
 def _listen(children: list[_Child], deadline: float) -> None:
     """Wait for every rank's report, until the deadline or shortly after the first failure."""
-    pending = list(children)
-    while pending and (left := deadline - time.monotonic()) > 0:
-        ready = wait([source for child in pending for source in (child.pipe, child.process.sentinel)], left)
-        for child in [c for c in pending if c.pipe in ready or c.process.sentinel in ready]:
-            child.hear()
-            pending.remove(child)
-            if not child.returned:
-                deadline = min(deadline, time.monotonic() + GRACE)
-
-
-def _read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
+    while any(c.status == "unfinished" for c in children) and (left := deadline - time.monotonic()) > 0:
+        pipes = [c.pipe for c in children if c.status == "unfinished"]
+        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], min(left, 3600))
+        for child in children:
+            if child.pipe in ready or child.process.sentinel in ready:
+                child.hear()
+                if child.status != "returned":
+                    deadline = min(deadline, time.monotonic() + GRACE)

@@ -19,7 +19,7 @@ def local_tokens(tokens: Sequence[Tensor], layout: Layout, cp_rank: int, pad_id:
     Padding rows hold ``pad_id``.
 
     Raises:
-        ValueError: ``tokens`` and the layout differ in the number of samples or in a length.
+        ValueError: ``tokens`` are no integers of one dtype, or differ from the layout in number or in a length.
     """
     local = _rows_like(tokens, layout, pad_id)
     for sample, spans in zip(tokens, layout.spans(cp_rank), strict=True):
@@ -36,7 +36,7 @@ def targets(tokens: Sequence[Tensor], layout: Layout, cp_rank: int, *, response_
     ``response_only``, so has the prompt before P-1.
 
     Raises:
-        ValueError: ``tokens`` and the layout differ in the number of samples or in a length.
+        ValueError: ``tokens`` are no integers of one dtype, or differ from the layout in number or in a length.
     """
     local = _rows_like(tokens, layout, NO_TARGET, torch.int64)
     held = layout.response_spans(cp_rank) if response_only else layout.spans(cp_rank)
@@ -66,16 +66,14 @@ def response_pieces(buffer: Tensor, layout: Layout, cp_rank: int) -> list[Tensor
     if buffer.dim() == 0 or len(buffer) != layout.rows:
         got = f"the buffer has shape {list(buffer.shape)}, the layout says {layout.rows} rows"
         raise ValueError(f"cp rank {cp_rank} of {layout.cp_size}: {got}")
-    return [torch.cat([buffer[span.rows] for span in spans]) for spans in layout.response_spans(cp_rank)]
+    slices = [[buffer[span.rows] for span in spans] for spans in layout.response_spans(cp_rank)]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in slices]
 
 
 def extract(
     log_prob: Tensor, entropy: Tensor | None, layout: Layout, cp_rank: int
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Response pieces of the log-probs, and of the entropy if it was asked for; if not, there is no list at all.
-
-    The two lists are aligned sample by sample. Shapes and errors as in ``response_pieces``.
-    """
+    """``response_pieces`` of the log-probs, and aligned with them those of the entropy; no list where it is absent."""
     pieces = response_pieces(log_prob, layout, cp_rank)
     return pieces, None if entropy is None else response_pieces(entropy, layout, cp_rank)
 
@@ -87,4 +85,8 @@ def _rows_like(tokens: Sequence[Tensor], layout: Layout, fill: int, dtype: torch
     for i, (sample, total) in enumerate(zip(tokens, layout.batch.total_lengths, strict=True)):
         if sample.shape != (total,):
             raise ValueError(f"sample {i}: tokens of shape {list(sample.shape)}, total_length is {total}")
+        if sample.dtype != tokens[0].dtype or sample.is_floating_point():
+            raise ValueError(
+                f"sample {i}: tokens of dtype {sample.dtype}, not integers of one dtype ({tokens[0].dtype})"
+            )
     return (tokens[0] if tokens else torch.arange(0)).new_full((layout.rows,), fill, dtype=dtype)

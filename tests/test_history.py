@@ -110,7 +110,11 @@ def test_the_redistribution_takes_any_number_of_samples() -> None:
     assert ranks.run(none, cp=2) == [[], []]
 
 
-def test_the_diff_comes_from_the_sources() -> None:
-    diff = history.diff(history.extract_before_1846, slicing.extract)
-    assert "-        entropies.append(None)" in diff
-    assert "+    pieces = response_pieces(log_prob, layout, cp_rank)" in diff
+def test_a_piece_that_does_not_fit_is_an_error() -> None:
+    def bad(me: ranks.Rank, layout: Layout) -> None:
+        collectives.redistribute([torch.ones(3)], layout, me.cp_rank, me.cp_group)
+
+    contiguous = Layout(Batch([16], [4]), cp_split="contiguous", cp_size=2)
+    for layout in (contiguous, Layout(Batch([16], [4]), cp_size=2)):
+        for outcome in ranks.observe(bad, layout, cp=2):
+            assert outcome.reason.startswith("ValueError: sample 0: a piece of shape [3] does not fit rank")

@@ -1,5 +1,6 @@
 """Layouts and slicing against an oracle that cuts lists, and against numbers worked out by hand."""
 
+import re
 import sys
 from collections import Counter, deque
 from dataclasses import replace
@@ -219,8 +220,8 @@ def test_cu_seqlens() -> None:
     assert Layout(Batch([7], [2]), cp_size=2).cu_seqlens == (0, 8)
     assert Layout(batch, cp_size=1).cu_seqlens == (0, 5, 7, 14)
     assert Layout(Batch([], []), cp_size=2).cu_seqlens == (0,)
-    with pytest.raises(ValueError, match="bshd has no cu_seqlens"):
-        _ = Layout(batch, "bshd").cu_seqlens
+    assert Layout(batch, "bshd").cu_seqlens == (0, 7, 14, 21)
+    assert Layout(batch, "bshd", cp_size=2).cu_seqlens == (0, 8, 16, 24)
 
 
 def test_entropy_is_absent_or_aligned() -> None:
@@ -241,6 +242,9 @@ def test_pieces_of_vectors_and_views() -> None:
     assert response_pieces(wide, layout, 0)[0].tolist() == [wide[2].tolist()]
     assert response_pieces(wide, layout, 1)[0].tolist() == [wide[3].tolist()]
     assert response_pieces(torch.zeros(1).expand(4), layout, 1)[0].tolist() == [0.0]
+    flat = torch.arange(8.0)
+    (piece,) = response_pieces(flat, Layout(Batch([8], [2])), 0)
+    assert piece.data_ptr() == flat[5:].data_ptr()  # one span: a view, not a copy
 
 
 # ---------------------------------------------------------------- cases from the field: slices, boundaries, padding
@@ -279,7 +283,7 @@ def test_nemo_rl_3182_padding_belongs_to_no_sample() -> None:
     assert layout.cu_seqlens[-1] == 8
     assert layout.rows == 10
     assert scored_positions(layout, 0) == [[2, 3], [0, 1]]
-    assert local_tokens([torch.ones(5), torch.ones(3)], layout, 0, -7).tolist()[8:] == [-7, -7]
+    assert local_tokens([torch.arange(5), torch.arange(3)], layout, 0, -7).tolist()[8:] == [-7, -7]
 
 
 def test_slime_2255_the_last_zero_is_nothing() -> None:
@@ -287,7 +291,7 @@ def test_slime_2255_the_last_zero_is_nothing() -> None:
 
 
 def test_trl_3711_prompt_length_zero() -> None:
-    with pytest.raises(ValueError, match=r"sample 1: total_length 4, response_length 4: no prompt"):
+    with pytest.raises(ValueError, match=r"sample 1: total_length 4, response_length 4: no prompt to predict from"):
         Batch([3, 4], [2, 4])
 
 
@@ -312,18 +316,19 @@ def test_easycontext_47_length_not_divisible() -> None:
     ("totals", "responses", "message"),
     [
         ([3, 4], [2, 5], "sample 1: response_length 5 is more than total_length 4"),
-        ([3, -4], [2, 0], "sample 1: total_length is -4, which is negative"),
-        ([3, 4], [2, -1], "sample 1: response_length is -1, which is negative"),
+        ([3, -4], [2, 0], "sample 1: total_length is -4; it must be at least 0"),
+        ([3, 4], [2, -1], "sample 1: response_length is -1; it must be at least 0"),
         ([3, 4.0], [2, 1], "sample 1: total_length is 4.0, which is not an integer"),
         ([3, "4"], [2, 1], "sample 1: total_length is '4', which is not an integer"),
         ([True], [0], "sample 0: total_length is True, which is not an integer"),
+        ([torch.tensor(3.0)], [0], "sample 0: total_length is tensor(3.), which is not an integer"),
         ([None], [0], "sample 0: total_length is None, which is not an integer"),
         ([3, 4], [2], "2 total_lengths but 1 response_lengths"),
         ([4], [4], "sample 0: total_length 4, response_length 4: no prompt"),
     ],
 )
 def test_bad_batches(totals: list[int], responses: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Batch(totals, responses)
 
 
@@ -332,7 +337,7 @@ def test_bad_batches(totals: list[int], responses: list[int], message: str) -> N
     [
         ({"qkv_format": "sbhd"}, "qkv_format is 'sbhd'"),
         ({"cp_split": "ring"}, "cp_split is 'ring'"),
-        ({"cp_size": 0}, "cp_size is 0"),
+        ({"cp_size": 0}, "cp_size is 0; it must be at least 1"),
         ({"cp_size": 1.5}, "cp_size is 1.5, which is not an integer"),
         ({"cp_size": -1}, "cp_size is -1"),
         ({"pad_multiple": 0}, "pad_multiple is 0"),
@@ -345,6 +350,11 @@ def test_bad_batches(totals: list[int], responses: list[int], message: str) -> N
 def test_bad_layouts(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(Batch([3, 5], [1, 1]), **options)  # type: ignore[arg-type]
+
+
+def test_a_bad_max_seq_len_is_found_without_samples() -> None:
+    with pytest.raises(ValueError, match="max_seq_len is -1"):
+        Layout(Batch([], []), "bshd", max_seq_len=-1)
 
 
 def test_bad_ranks_buffers_and_tokens() -> None:
@@ -361,12 +371,19 @@ def test_bad_ranks_buffers_and_tokens() -> None:
         local_tokens([torch.arange(3)], layout, 0)
     with pytest.raises(ValueError, match=r"sample 1: tokens of shape \[4\], total_length is 5"):
         targets([torch.arange(3), torch.arange(4)], layout, 0)
+    for first, second in ((torch.ones(3), torch.ones(5)), (torch.arange(3, dtype=torch.uint8), torch.arange(5))):
+        with pytest.raises(ValueError, match="not integers of one dtype"):
+            local_tokens([first, second], layout, 0)
 
 
-def test_lengths_may_be_any_integer_type() -> None:
+def test_lengths_and_sizes_may_be_any_integer_type() -> None:
     batch = Batch(torch.tensor([3, 5]), torch.tensor([1, 1]))  # type: ignore[arg-type]
     assert batch == Batch([3, 5], [1, 1])
     assert all(type(n) is int for n in (*batch.total_lengths, *batch.response_lengths))
+    layout = Layout(batch, cp_size=torch.tensor(2))  # type: ignore[arg-type]
+    assert hash(layout) == hash(Layout(batch, cp_size=2))
+    assert layout.spans(torch.tensor(1)) == layout.spans(1)  # type: ignore[arg-type]
+    assert type(layout.spans(torch.tensor(1))[0][0].row) is int  # type: ignore[arg-type]
 
 
 def test_narrow_token_types_have_room_for_no_target() -> None:
