@@ -24,7 +24,7 @@ figures: .venv/ready ## draw figures/*.svg
 	$(BIN)/python figures/draw.py
 
 pins: .venv/ready ## write what is installed to pins.txt and environment.yml
-	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > pins.txt
+	$(BIN)/pip freeze --exclude-editable | sed "s/+cpu$$//; s/^triton==.*/&; platform_system == 'Linux'/" > pins.txt
 	{ sed '/- pip:$$/q' environment.yml; sed 's/^/      - /' pins.txt; echo '      - -e .'; } > environment.new
 	mv environment.new environment.yml
 

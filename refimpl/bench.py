@@ -1,11 +1,23 @@
-"""Side-by-side measurements: ``python -m refimpl.bench ranks``. They print ratios; no test depends on a time."""
+"""Side-by-side measurements, ``python -m refimpl.bench ranks`` and ``... entropy``. No test depends on a time."""
 
+import argparse
+import gc
 import statistics
-import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from refimpl import ranks
+from refimpl.entropy import log_prob_and_entropy
+from refimpl.slicing import NO_TARGET
+
+Run = Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor]]  # logits -> log-prob, entropy, gradient
 
 
 def start_seconds(start_method: str) -> float:
@@ -16,7 +28,7 @@ def start_seconds(start_method: str) -> float:
     return time.perf_counter() - start
 
 
-def bench_ranks(runs: int = 3) -> None:
+def bench_ranks(runs: int) -> None:
     """The fork server against ``spawn``, in turn; its first start happens once and is measured once."""
     seconds = {"forkserver, first start": [start_seconds("forkserver")], "forkserver, later": [], "spawn": []}
     for name in ("forkserver, later", "spawn") * runs:
@@ -27,7 +39,137 @@ def bench_ranks(runs: int = 3) -> None:
         print(f"{name:28}{statistics.median(measured):7.2f} s{ratio:7.1f} times as fast as spawn")
 
 
+def ours(targets: Tensor, g: Tensor, overwrite: bool = False) -> Run:
+    """This project's function, forward and backward."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        leaf = x.detach().requires_grad_()
+        logits = leaf.view_as(leaf) if overwrite else leaf
+        log_prob, entropy = log_prob_and_entropy(logits, targets, overwrite_logits=overwrite)
+        assert entropy is not None
+        (gradient,) = torch.autograd.grad([log_prob, entropy], logits, [g[0], g[1]])
+        return log_prob.detach(), entropy.detach(), gradient
+
+    return run
+
+
+def plain(targets: Tensor, g: Tensor) -> Run:
+    """``log_softmax``, gather, and minus the sum of p log p, left to autograd."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        log_p = torch.log_softmax(leaf.float(), 1)
+        log_prob, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+        (gradient,) = torch.autograd.grad([log_prob, entropy], leaf, [g[0], g[1]])
+        return log_prob.detach(), entropy.detach(), gradient
+
+    return run
+
+
+def megatron(targets: Tensor, g: Tensor, fused: bool) -> Run:
+    """megatron-core's own cross entropy: the log-prob alone. It needs a TP group, here of one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    def run(x: Tensor) -> tuple[Tensor, None, Tensor]:
+        leaf = x.detach()[:, None].requires_grad_()
+        group = parallel_state.get_tensor_model_parallel_group()
+        goal = targets[:, None]
+        loss = (
+            fused_vocab_parallel_cross_entropy(leaf, goal, group) if fused else vocab_parallel_cross_entropy(leaf, goal)
+        )
+        (gradient,) = torch.autograd.grad(loss, leaf, -g[0][:, None])
+        return -loss.detach()[:, 0], None, gradient[:, 0]
+
+    return run
+
+
+def peak_memory(device: torch.device, reset: bool = False) -> int:
+    """Bytes: the most that was held since the last reset (Linux counts it for the process, CUDA for its allocator)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def bench_entropy(runs: int, rows: int, columns: int, device: torch.device, with_megatron: bool) -> None:
+    """Forward and backward with entropy gradient, all in turn in one run; accuracy on the first rows against fp64."""
+    torch.manual_seed(0)
+    targets, g = torch.randint(0, columns, (rows,), device=device), torch.randn(2, rows, device=device)
+    prompts = torch.arange(rows, device=device) // 64 % 2 == 0  # samples of 64 prompt and 64 response rows
+    half = targets.masked_fill(prompts, NO_TARGET)
+    candidates = {"plain autograd": plain(targets, g), "ours": ours(targets, g)}
+    candidates |= {"ours, over the logits": ours(targets, g, True), "ours, half the rows": ours(half, g)}
+    if with_megatron:
+        candidates |= {"megatron-core, log-prob only": megatron(targets, g, False)}
+        candidates |= {"same, fused": megatron(targets, g, True)}
+    buffer = rows * columns * 4
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    for dtype in (torch.float32, torch.bfloat16):
+        master = (torch.randn(rows, columns, device=device) * 3).to(dtype)
+        x, some = master.clone(), slice(0, 32)
+        exact = plain(targets[some], g[:, some].double())
+        with mock.patch.object(Tensor, "float", Tensor.double):
+            want = exact(master[some])
+        seconds: dict[str, list[float]] = {name: [] for name in candidates}
+        extra, error = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, "")
+        for turn in range(runs + 1):  # the first one warms up
+            for name, run in candidates.items():
+                x.copy_(master)  # some of them write over their input
+                before = peak_memory(device, reset=True)
+                start = time.perf_counter()
+                got = run(x)
+                extra[name] = (peak_memory(device) - before) / buffer
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                comparable = "half" not in name and got[1] is not None  # the others' gradient is of another loss
+                pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
+                found = [(a[some] - b).abs().max().item() for a, b in pairs][: 3 if comparable else 1]
+                error[name] = "" if "half" in name else " ".join(f"{e:9.1e}" for e in found)
+                del got, pairs
+        print(f"\n{where}, logits [{rows}, {columns}] in {dtype}, median of {runs} in turn, forward and backward")
+        print(f"{'':30}{'ms':>8}{'faster':>8}{'buffers':>9}  error: log-prob, entropy, gradient")
+        for name, measured in seconds.items():
+            middle = statistics.median(measured)
+            ratio = statistics.median(seconds["plain autograd"]) / middle
+            print(f"{name:30}{middle * 1e3:8.1f}{ratio:8.1f}{extra[name]:9.2f}  {error[name]}")
+        if device.type == "cuda":
+            start, other = time.perf_counter(), torch.empty_like(x)
+            for _ in range(10):
+                other.copy_(x)
+            torch.cuda.synchronize()
+            rate = 20 * x.nbytes / (time.perf_counter() - start)
+            moved = 3 * x.nbytes / statistics.median(seconds["ours"])
+            print(f"ours moves {moved / 1e9:.0f} GB/s (2 reads, 1 write), a copy {rate / 1e9:.0f}: {moved / rate:.0%}")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description=__doc__)
+    parser.add_argument("what", choices=["ranks", "entropy"])
+    parser.add_argument("--runs", type=int, default=0, help="how often, in turn (ranks 3, entropy 7)")
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--columns", type=int, default=151_936)
+    options = parser.parse_args()
+    if options.what == "ranks":
+        return bench_ranks(options.runs or 3)
+    with tempfile.TemporaryDirectory() as folder:
+        from megatron.core import parallel_state
+
+        backend = "nccl" if options.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        bench_entropy(options.runs or 7, options.rows, options.columns, options.device, True)
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] != ["ranks"]:
-        sys.exit("usage: python -m refimpl.bench ranks")
-    bench_ranks()
+    main()

@@ -123,6 +123,27 @@ def pieces(lists: Sequence[Sequence[Tensor | None]], title: str) -> Drawing:
     return Drawing(figure, "\n".join(lines))
 
 
+def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> Drawing:
+    """Stacked bars to scale, one row each: what is held at the same time, in ``unit``."""
+    figure = Figure((8.4, 0.5 * len(rows) + 1.0))
+    axes = figure.add_axes((0.34, 0.16, 0.62, 0.7))
+    widest = max(sum(parts) for _, parts in rows)
+    lines = [f"{title}, in {unit}"]
+    for y, (name, parts) in enumerate(rows):
+        start = 0.0
+        for i, part in enumerate(parts):
+            axes.barh(y, part, left=start, height=0.62, color=COLOURS[i % 2], edgecolor="black", linewidth=0.6)
+            start += part
+        axes.text(start + widest / 80, y, f"{start:g}", va="center", fontsize=8)
+        lines.append(f"{name:44} {'#' * round(20 * start / widest):20} {start:g}")
+    axes.set(xlim=(0, widest * 1.08), ylim=(len(rows) - 0.4, -0.6), yticks=range(len(rows)))
+    axes.set_yticklabels([name for name, _ in rows], fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(lines[0], fontsize=9, weight="bold", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    return Drawing(figure, "\n".join(lines))
+
+
 def show_error(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call ``fn`` and print the type and first line of what it raises; an ``AssertionError`` if it raises nothing."""
     try:

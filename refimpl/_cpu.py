@@ -1,0 +1,87 @@
+"""``kernels.c``, compiled by the machine's C compiler on first use (it takes half a second), on torch's threads."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TYPES = {  # what stands for TYPE, LOAD and STORE
+    torch.float32: ("float", "", ""),
+    torch.bfloat16: ("uint16_t", "load_bf16", "store_bf16"),
+    torch.float16: ("_Float16", "", "(_Float16)"),
+}
+OPTIONS = ["-O3", "-fopenmp-simd", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC"]
+MACHINE: tuple[list[str], ...] = (
+    ["-march=native", "-mprefer-vector-width=512"],
+    ["-mcpu=native"],
+    [],
+)  # the first that the compiler knows
+
+
+@cache
+def library(dtype: torch.dtype) -> Any:
+    """The kernels for one type of logits; ``None`` where there is no C compiler, or none that knows our options."""
+    source = Path(__file__).with_name("kernels.c")
+    defined = [f"-D{name}={text}" for name, text in zip(("TYPE", "LOAD", "STORE"), TYPES[dtype], strict=True)]
+    with tempfile.TemporaryDirectory(prefix="refimpl-c-") as folder:
+        for options in MACHINE:
+            out = f"{folder}/kernels.so"
+            command = [os.environ.get("CC", "cc"), *OPTIONS, *options, *defined, str(source), "-o", out, "-lm"]
+            try:
+                subprocess.run(command, check=True, capture_output=True)
+                return ctypes.CDLL(out)
+            except (OSError, subprocess.CalledProcessError):
+                continue
+    return None
+
+
+def usable(x: Tensor) -> bool:
+    """Whether these kernels take such logits: on the CPU and of a dtype they know."""
+    return x.device.type == "cpu" and x.dtype in TYPES and library(x.dtype) is not None
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros in pages that come into being when they are written (numpy asks for them so, torch writes them all)."""
+    return torch.from_numpy(np.zeros(x.shape, f"i{x.element_size()}")).view(x.dtype)
+
+
+def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
+    """m, s, w and the target's logit of each row, ``[4, T]`` fp32; rows without a target hold zeros."""
+    rows, columns = x.shape
+    out = torch.zeros(4, rows)
+    _share(library(x.dtype).forward, rows, x, x.stride(0), target, out, rows, columns, scale)
+    return out
+
+
+def backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
+    """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients.
+
+    ``gradient`` is ``x``, or holds zeros.
+    """
+    rows, columns = x.shape
+    into = (gradient, gradient.stride(0), constants)
+    _share(library(x.dtype).backward, rows, x, x.stride(0), target, *into, rows, columns, scale)
+
+
+def _share(kernel: Callable[..., None], rows: int, *arguments: Tensor | int | float) -> None:
+    """Call a kernel for some rows at a time, from several threads; ctypes lets go of the interpreter during a call."""
+    types: dict[Any, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
+    given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in arguments]
+    threads = torch.get_num_threads()
+    step = max(1, min(32, rows // (4 * threads)))
+
+    def work(first: int) -> None:
+        kernel(*given, ctypes.c_int64(first), ctypes.c_int64(min(first + step, rows)))
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(work, range(0, rows, step)):
+            pass

@@ -1,0 +1,223 @@
+"""Log-prob and entropy of vocabulary-parallel logits: one read in forward, one read and one write in backward.
+
+For one row z = logits / temperature over any set of columns keep the triple m = max z, s = sum e^(z-m) and
+w = sum e^(z-m) (z-m), in which a z of -inf adds 0. Triples of two sets of columns merge exactly, so vocabulary tiles,
+TP shards and one process are the same algebra (m and s: online softmax, Milakov and Gimelshein, arXiv 1805.02867).
+Then log p(v) = z_v - m - log s, and the entropy is log s - w / s, in which a large offset of all logits cancels before
+anything is rounded. Backward recomputes p: dz = g_lp (onehot - p) - g_H p (log p + H), with p log p = 0 at p = 0.
+"""
+
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from refimpl import _cpu
+from refimpl.slicing import NO_TARGET
+
+NOT_HERE, NO_ROW = -1, -2  # as in the kernels: the target lies in another shard; the row is skipped
+FUSED_FROM = 1 << 20  # logits; below, the eager formulas are done sooner than a compiler starts
+
+
+class Triple(NamedTuple):
+    """(m, s, w) of each row over some columns, ``[T]`` each."""
+
+    m: Tensor
+    s: Tensor
+    w: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor) -> "Triple":
+        """Of the columns of z, ``[T, columns]``; of no columns it is (-inf, 0, 0)."""
+        if z.shape[1] == 0:
+            return cls(z.new_full(z.shape[:1], -torch.inf), z.new_zeros(z.shape[:1]), z.new_zeros(z.shape[:1]))
+        m = z.amax(1)
+        counts = z != -torch.inf
+        d = torch.where(counts, z - m[:, None], 0)
+        e = torch.where(counts, d.exp(), 0)
+        return cls(m, e.sum(1), (e * d).sum(1))
+
+    def moved(self, m: Tensor) -> "Triple":
+        """The same columns seen from another maximum ``m``, at least as large."""
+        d = torch.where(self.s == 0, 0, self.m - m)
+        return Triple(m, d.exp() * self.s, d.exp() * (self.w + d * self.s))
+
+    def merge(self, other: "Triple") -> "Triple":
+        """Of the columns of both."""
+        m = torch.maximum(self.m, other.m)
+        one, two = self.moved(m), other.moved(m)
+        return Triple(m, one.s + two.s, one.w + two.w)
+
+    def entropy(self) -> Tensor:
+        """H = log s - w / s, in nats."""
+        return self.s.log() - self.w / self.s
+
+
+def eager_forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
+    """The formulas to read: m, s, w and the target's logit of each row, ``[4, T]``; fp64 for fp64 logits, else fp32."""
+    out = torch.zeros(4, len(x), dtype=_acc(x), device=x.device)
+    rows = (target != NO_ROW).nonzero().flatten()
+    for some in torch.split(
+        rows, max(1, FUSED_FROM // max(1, x.shape[1]))
+    ):  # so many rows that their copies stay small
+        z = x[some].to(_acc(x)) * scale
+        here = target[some].clamp_min(0)[:, None]
+        logit = torch.where(target[some] >= 0, z.gather(1, here)[:, 0], 0) if z.shape[1] else z.new_zeros(len(some))
+        out[:, some] = torch.stack([*Triple.of(z), logit])
+    return out
+
+
+def eager_backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
+    """The formulas to read: write dz * scale into ``gradient``, which may be ``x``. ``constants`` as in the kernels."""
+    gradient[target == NO_ROW] = 0
+    rows = (target != NO_ROW).nonzero().flatten()
+    for some in torch.split(rows, max(1, FUSED_FROM // max(1, x.shape[1]))):
+        m, log_s, entropy, of_log_prob, of_entropy = constants[:, some, None]
+        log_p = x[some].to(constants.dtype) * scale - m - log_s
+        p = log_p.exp()
+        dz = -p * (of_log_prob + of_entropy * (torch.where(p == 0, 0, log_p) + entropy))
+        here = (target[some] >= 0).nonzero().flatten()
+        dz[here, target[some][here]] += of_log_prob[here, 0]
+        gradient[some] = (dz * scale).to(gradient.dtype)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, columns: int, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        kernels, scale, group = options["kernels"], options["scale"], options["tp_group"]
+        m, s, w, logit = kernels[0](logits[:, :columns], target, scale)
+        triple, found = Triple(m, s, w), (target >= 0).to(m.dtype)
+        if group is not None:  # two all-reduces: the maximum, then all the rest
+            dist.all_reduce(top := m.clone(), op=dist.ReduceOp.MAX, group=group)
+            packed = torch.stack([*triple.moved(top)[1:], logit, found])
+            dist.all_reduce(packed, group=group)
+            triple, logit, found = Triple(top, packed[0], packed[1]), packed[2], packed[3]
+        skipped = target == NO_ROW
+        log_s, entropy = triple.s.log(), triple.entropy().masked_fill(skipped, 0)
+        log_prob = torch.where(found > 0, logit - triple.m - log_s, torch.nan).masked_fill(skipped, 0)
+        ctx.save_for_backward(logits, target, triple.m, log_s, entropy)
+        ctx.columns, ctx.options = columns, options
+        ctx.set_materialize_grads(False)
+        if options["entropy"] != "grad":
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, target, m, log_s, entropy = ctx.saved_tensors
+        of_log_prob, of_entropy = (torch.zeros_like(m) if g is None else g.to(m.dtype) for g in incoming)
+        constants = torch.stack([m, log_s, entropy, of_log_prob, of_entropy])
+        overwrite = ctx.options["overwrite"]
+        gradient = (
+            logits.detach()
+            if overwrite
+            else _cpu.zeros_like(logits)
+            if m.device.type == "cpu"
+            else torch.empty_like(logits)
+        )
+        inside = slice(None, ctx.columns)
+        with torch.no_grad():
+            ctx.options["kernels"][1](logits[:, inside], target, gradient[:, inside], constants, ctx.options["scale"])
+            gradient[:, ctx.columns :] = 0
+        if overwrite:
+            torch.autograd.graph.increment_version(logits)  # whoever else saved the logits must hear of it
+        return gradient, None, None, None
+
+
+def log_prob_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    entropy: Literal["off", "value", "grad"] = "grad",
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    overwrite_logits: bool = False,
+    check: bool = False,
+    backend: Literal["auto", "eager", "fused"] = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each row's target, and entropy of each row, over the whole vocabulary.
+
+    Args:
+        logits: ``[T_local, V_local]``, the columns ``[vocab_start, vocab_start + V_local)`` of the vocabulary, in fp32,
+            bf16, fp16 or fp64, with any strides. Read as they are; never changed unless ``overwrite_logits``.
+        targets: ``[T_local]`` int64 on the same device, ids of the whole vocabulary, the same on every TP rank.
+            ``NO_TARGET`` rows are skipped: they give 0, and a gradient of 0.
+        entropy: ``"off"``: not returned. ``"value"``: returned without gradient. ``"grad"``: with it.
+        temperature: the logits are divided by it, inside.
+        tp_group: the group that the vocabulary is split over; shards may be uneven. ``None``: this rank has it all.
+        vocab_start: the first column's id.
+        vocab_size: columns with ids from here on are padding and left out; by default none are.
+        overwrite_logits: backward writes the gradient over the logits and so needs no second buffer. A second backward,
+            and any other function that saved the logits, then get autograd's error instead of wrong numbers.
+        check: raise on a target outside the vocabulary or a row that gives NaN, naming the row. Costs a sync on a GPU.
+        backend: ``"fused"`` is Triton on CUDA and compiled C on the CPU; ``"eager"`` the formulas in torch; ``"auto"``
+            takes what is there, and eager for small logits on the CPU.
+
+    Returns:
+        log-probs and entropies in nats, ``[T_local]`` each, in fp32 (fp64 for fp64 logits); if off, the second is
+        ``None``. A row of -inf alone, or with NaN or +inf, gives NaN, and so does the log-prob of a target outside the
+        vocabulary. Both are equal on all TP ranks. Convention: *replicated loss*. Every TP rank computes the same loss,
+        and then the gradient of its shard needs no collective.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not go together, or what ``check`` finds.
+    """
+    _validate(logits, targets, entropy, temperature, vocab_start, vocab_size, overwrite_logits)
+    last = logits.shape[1] if vocab_size is None else min(logits.shape[1], max(0, vocab_size - vocab_start))
+    here = (targets >= vocab_start) & (targets < vocab_start + last)
+    local = torch.where(here, targets - vocab_start, NOT_HERE).masked_fill(targets == NO_TARGET, NO_ROW)
+    options = {
+        "scale": 1.0 / temperature,
+        "tp_group": tp_group,
+        "entropy": entropy,
+        "overwrite": overwrite_logits,
+        "kernels": _kernels(logits, backend),
+    }
+    log_prob, entropies = _Function.apply(logits, local, last, options)  # type: ignore[no-untyped-call]
+    if check and bool((wrong := log_prob.isnan() | entropies.isnan()).any()):
+        row = int(wrong.nonzero()[0])
+        what = "its logits hold NaN or +inf, or nothing but -inf" if entropies[row].isnan() else "not in the vocabulary"
+        raise ValueError(f"row {row}: target {int(targets[row])}: {what}")
+    return log_prob, None if entropy == "off" else entropies
+
+
+def _kernels(logits: Tensor, backend: str) -> tuple[Any, Any]:
+    """Forward and backward of the backend that fits."""
+    neighbours = logits.stride(1) == 1 or logits.shape[1] < 2
+    if backend != "eager" and logits.device.type == "cuda" and neighbours and find_spec("triton"):
+        from refimpl import kernels  # needs Triton
+
+        return kernels.forward, kernels.backward
+    large = backend == "fused" or logits.numel() >= FUSED_FROM
+    if backend != "eager" and large and neighbours and _cpu.usable(logits):
+        return _cpu.forward, _cpu.backward
+    if backend == "fused":
+        raise ValueError(f"no fused kernels for {logits.dtype} logits of strides {logits.stride()} on {logits.device}")
+    return eager_forward, eager_backward
+
+
+def _acc(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _validate(
+    logits: Tensor, targets: Tensor, entropy: str, temperature: float, start: int, size: int | None, overwrite: bool
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits of shape {list(logits.shape)} and {logits.dtype}; they must be [T, V] and floating")
+    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64 or targets.device != logits.device:
+        got = f"targets of shape {list(targets.shape)}, {targets.dtype}, on {targets.device}"
+        raise ValueError(
+            f"{got} for logits of {len(logits)} rows on {logits.device}; they must be [T] int64 beside them"
+        )
+    if entropy not in ("off", "value", "grad") or not temperature > 0 or start < 0 or (size is not None and size < 0):
+        given = f"entropy {entropy!r}, temperature {temperature}, vocab_start {start}, vocab_size {size}"
+        raise ValueError(f"{given}: one of off, value and grad; positive; not negative; not negative")
+    if overwrite and ((logits.is_leaf and logits.requires_grad) or not logits.is_contiguous()):
+        raise ValueError("overwrite_logits: they are a leaf, which its owner would lose, or not contiguous")
