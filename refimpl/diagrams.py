@@ -131,8 +131,8 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> 
     lines = [f"{title}, in {unit}"]
     for y, (name, parts) in enumerate(rows):
         start = 0.0
-        for i, part in enumerate(parts):
-            axes.barh(y, part, left=start, height=0.62, color=COLOURS[i % 2], edgecolor="black", linewidth=0.6)
+        for part in parts:
+            axes.barh(y, part, left=start, height=0.62, color=COLOURS[0], edgecolor="black", linewidth=0.6)
             start += part
         axes.text(start + widest / 80, y, f"{start:g}", va="center", fontsize=8)
         lines.append(f"{name:44} {'#' * round(20 * start / widest):20} {start:g}")

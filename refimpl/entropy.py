@@ -58,10 +58,7 @@ class Triple(NamedTuple):
 def eager_forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
     """The formulas to read: m, s, w and the target's logit of each row, ``[4, T]``; fp64 for fp64 logits, else fp32."""
     out = torch.zeros(4, len(x), dtype=_acc(x), device=x.device)
-    rows = (target != NO_ROW).nonzero().flatten()
-    for some in torch.split(
-        rows, max(1, FUSED_FROM // max(1, x.shape[1]))
-    ):  # so many rows that their copies stay small
+    for some in _active_rows(x, target):
         z = x[some].to(_acc(x)) * scale
         here = target[some].clamp_min(0)[:, None]
         logit = torch.where(target[some] >= 0, z.gather(1, here)[:, 0], 0) if z.shape[1] else z.new_zeros(len(some))
@@ -72,8 +69,7 @@ def eager_forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
 def eager_backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
     """The formulas to read: write dz * scale into ``gradient``, which may be ``x``. ``constants`` as in the kernels."""
     gradient[target == NO_ROW] = 0
-    rows = (target != NO_ROW).nonzero().flatten()
-    for some in torch.split(rows, max(1, FUSED_FROM // max(1, x.shape[1]))):
+    for some in _active_rows(x, target):
         m, log_s, entropy, of_log_prob, of_entropy = constants[:, some, None]
         log_p = x[some].to(constants.dtype) * scale - m - log_s
         p = log_p.exp()
@@ -200,6 +196,12 @@ def _kernels(logits: Tensor, backend: str) -> tuple[Any, Any]:
     if backend == "fused":
         raise ValueError(f"no fused kernels for {logits.dtype} logits of strides {logits.stride()} on {logits.device}")
     return eager_forward, eager_backward
+
+
+def _active_rows(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The rows with a target, so many at a time that copies of them stay small."""
+    rows = (target != NO_ROW).nonzero().flatten()
+    return torch.split(rows, max(1, FUSED_FROM // max(1, x.shape[1])))
 
 
 def _acc(x: Tensor) -> torch.dtype:
