@@ -118,7 +118,8 @@ class _Function(torch.autograd.Function):
         inside = slice(None, ctx.columns)
         with torch.no_grad():
             ctx.options["kernels"][1](logits[:, inside], target, gradient[:, inside], constants, ctx.options["scale"])
-            gradient[:, ctx.columns :] = 0
+            if ctx.columns < logits.shape[1]:
+                gradient[:, ctx.columns :] = 0
         if overwrite:
             torch.autograd.graph.increment_version(logits)  # whoever else saved the logits must hear of it
         return gradient, None, None, None
@@ -221,5 +222,8 @@ def _validate(
     if entropy not in ("off", "value", "grad") or not temperature > 0 or start < 0 or (size is not None and size < 0):
         given = f"entropy {entropy!r}, temperature {temperature}, vocab_start {start}, vocab_size {size}"
         raise ValueError(f"{given}: one of off, value and grad; positive; not negative; not negative")
-    if overwrite and ((logits.is_leaf and logits.requires_grad) or not logits.is_contiguous()):
-        raise ValueError("overwrite_logits: they are a leaf, which its owner would lose, or not contiguous")
+    owner = logits._base if logits._base is not None else logits
+    if overwrite and ((owner.is_leaf and owner.requires_grad) or not logits.is_contiguous()):
+        raise ValueError(
+            "overwrite_logits: they are a leaf or a view of one, which its owner would lose, or not contiguous"
+        )

@@ -284,6 +284,8 @@ def test_overwriting_is_refused_or_heard_where_it_is_unsafe() -> None:
     targets = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="they are a leaf"):
         log_prob_and_entropy(torch.randn(2, 5).requires_grad_(), targets, overwrite_logits=True)
+    with pytest.raises(ValueError, match="a view of one"):
+        log_prob_and_entropy(torch.randn(1, 2, 5).requires_grad_().view(2, 5), targets, overwrite_logits=True)
     with pytest.raises(ValueError, match="not contiguous"):
         log_prob_and_entropy((torch.randn(5, 2).requires_grad_() * 1).T, targets, overwrite_logits=True)
     soft = torch.randn(2, 5).requires_grad_().tanh()  # tanh needs its output again in backward
@@ -333,6 +335,16 @@ def test_padded_columns_are_left_out() -> None:
         for got, want in zip(padded, both(logits[:, :5], [4], backend), strict=True):
             assert torch.equal(got[:, :5] if got.dim() == 2 else got, want)
             assert got.dim() == 1 or got[0, 5] == 0
+        hidden = logits.clone().requires_grad_() * 1
+        log_prob, _ = log_prob_and_entropy(
+            hidden,
+            torch.tensor([4]),
+            vocab_size=5,
+            overwrite_logits=True,
+            backend=backend,  # type: ignore[arg-type]
+        )
+        log_prob.sum().backward()
+        assert hidden[0, 5] == 0
 
 
 def test_without_a_compiler_the_formulas_run(monkeypatch: pytest.MonkeyPatch) -> None:
