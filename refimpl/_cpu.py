@@ -19,7 +19,14 @@ TYPES = {  # what stands for TYPE, LOAD and STORE
     torch.bfloat16: ("uint16_t", "load_bf16", "store_bf16"),
     torch.float16: ("_Float16", "", "(_Float16)"),
 }
-OPTIONS = ["-O3", "-fopenmp-simd", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC"]
+FAST = ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+OPTIONS = [
+    "-O3",
+    "-fopenmp-simd",
+    *FAST,
+    "-shared",
+    "-fPIC",
+]  # -ffast-math would make the whole process flush subnormals
 MACHINE: tuple[list[str], ...] = (
     ["-march=native", "-mprefer-vector-width=512"],
     ["-mcpu=native"],

@@ -1,12 +1,13 @@
 """Log-prob and entropy of vocabulary-parallel logits: one read in forward, one read and one write in backward.
 
-For one row z = logits / temperature over any set of columns keep the triple m = max z, s = sum e^(z-m) and
-w = sum e^(z-m) (z-m), in which a z of -inf adds 0. Triples of two sets of columns merge exactly, so vocabulary tiles,
-TP shards and one process are the same algebra (m and s: online softmax, Milakov and Gimelshein, arXiv 1805.02867).
-Then log p(v) = z_v - m - log s, and the entropy is log s - w / s, in which a large offset of all logits cancels before
-anything is rounded. Backward recomputes p: dz = g_lp (onehot - p) - g_H p (log p + H), with p log p = 0 at p = 0.
+For one row x over any set of columns keep the triple m = max x, s = sum e^d and w = sum e^d d, where d is x - m over the
+temperature, and an x of -inf adds 0. Triples of two sets of columns merge without loss, so vocabulary tiles, TP shards and
+one process are the same algebra (m and s: online softmax, Milakov and Gimelshein, arXiv 1805.02867). The log-prob is then
+d - log s, and the entropy log s - w / s, in which a large offset of all logits cancels before anything is rounded.
+Backward recomputes p: dx = (g_lp (onehot - p) - g_H p (log p + H)) / temperature, and p log p is 0 at p = 0.
 """
 
+import math
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -22,33 +23,34 @@ FUSED_FROM = 1 << 20  # logits; below, the eager formulas are done sooner than a
 
 
 class Triple(NamedTuple):
-    """(m, s, w) of each row over some columns, ``[T]`` each."""
+    """(m, s, w) of each row over some columns, ``[T]`` each; ``scale`` is 1 / temperature."""
 
     m: Tensor
     s: Tensor
     w: Tensor
+    scale: float = 1.0
 
     @classmethod
-    def of(cls, z: Tensor) -> "Triple":
-        """Of the columns of z, ``[T, columns]``; of no columns it is (-inf, 0, 0)."""
-        if z.shape[1] == 0:
-            return cls(z.new_full(z.shape[:1], -torch.inf), z.new_zeros(z.shape[:1]), z.new_zeros(z.shape[:1]))
-        m = z.amax(1)
-        counts = z != -torch.inf
-        d = torch.where(counts, z - m[:, None], 0)
+    def of(cls, x: Tensor, scale: float = 1.0) -> "Triple":
+        """Of the columns of x, ``[T, columns]``; of no columns it is (-inf, 0, 0)."""
+        if x.shape[1] == 0:
+            return cls(x.new_full(x.shape[:1], -torch.inf), x.new_zeros(x.shape[:1]), x.new_zeros(x.shape[:1]), scale)
+        m = x.amax(1)
+        counts = x != -torch.inf
+        d = torch.where(counts, (x - m[:, None]) * scale, 0)
         e = torch.where(counts, d.exp(), 0)
-        return cls(m, e.sum(1), (e * d).sum(1))
+        return cls(m, e.sum(1), torch.where(e == 0, 0, e * d).sum(1), scale)
 
     def moved(self, m: Tensor) -> "Triple":
         """The same columns seen from another maximum ``m``, at least as large."""
-        d = torch.where(self.s == 0, 0, self.m - m)
-        return Triple(m, d.exp() * self.s, d.exp() * (self.w + d * self.s))
+        d = torch.where(self.s == 0, 0, (self.m - m) * self.scale)
+        return Triple(m, d.exp() * self.s, d.exp() * (self.w + d * self.s), self.scale)
 
     def merge(self, other: "Triple") -> "Triple":
         """Of the columns of both."""
         m = torch.maximum(self.m, other.m)
         one, two = self.moved(m), other.moved(m)
-        return Triple(m, one.s + two.s, one.w + two.w)
+        return Triple(m, one.s + two.s, one.w + two.w, self.scale)
 
     def entropy(self) -> Tensor:
         """H = log s - w / s, in nats."""
@@ -59,10 +61,10 @@ def eager_forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
     """The formulas to read: m, s, w and the target's logit of each row, ``[4, T]``; fp64 for fp64 logits, else fp32."""
     out = torch.zeros(4, len(x), dtype=_acc(x), device=x.device)
     for some in _active_rows(x, target):
-        z = x[some].to(_acc(x)) * scale
+        z = x[some].to(_acc(x))
         here = target[some].clamp_min(0)[:, None]
         logit = torch.where(target[some] >= 0, z.gather(1, here)[:, 0], 0) if z.shape[1] else z.new_zeros(len(some))
-        out[:, some] = torch.stack([*Triple.of(z), logit])
+        out[:, some] = torch.stack([*Triple.of(z, scale)[:3], logit])
     return out
 
 
@@ -71,7 +73,7 @@ def eager_backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tenso
     gradient[target == NO_ROW] = 0
     for some in _active_rows(x, target):
         m, log_s, entropy, of_log_prob, of_entropy = constants[:, some, None]
-        log_p = x[some].to(constants.dtype) * scale - m - log_s
+        log_p = (x[some].to(constants.dtype) - m) * scale - log_s
         p = log_p.exp()
         dz = -p * (of_log_prob + of_entropy * (torch.where(p == 0, 0, log_p) + entropy))
         here = (target[some] >= 0).nonzero().flatten()
@@ -86,15 +88,15 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernels, scale, group = options["kernels"], options["scale"], options["tp_group"]
         m, s, w, logit = kernels[0](logits[:, :columns], target, scale)
-        triple, found = Triple(m, s, w), (target >= 0).to(m.dtype)
+        triple, found = Triple(m, s, w, scale), (target >= 0).to(m.dtype)
         if group is not None:  # two all-reduces: the maximum, then all the rest
             dist.all_reduce(top := m.clone(), op=dist.ReduceOp.MAX, group=group)
-            packed = torch.stack([*triple.moved(top)[1:], logit, found])
+            packed = torch.stack([*triple.moved(top)[1:3], logit, found])
             dist.all_reduce(packed, group=group)
-            triple, logit, found = Triple(top, packed[0], packed[1]), packed[2], packed[3]
+            triple, logit, found = Triple(top, packed[0], packed[1], scale), packed[2], packed[3]
         skipped = target == NO_ROW
         log_s, entropy = triple.s.log(), triple.entropy().masked_fill(skipped, 0)
-        log_prob = torch.where(found > 0, logit - triple.m - log_s, torch.nan).masked_fill(skipped, 0)
+        log_prob = torch.where(found > 0, (logit - triple.m) * scale - log_s, torch.nan).masked_fill(skipped, 0)
         ctx.save_for_backward(logits, target, triple.m, log_s, entropy)
         ctx.columns, ctx.options = columns, options
         ctx.set_materialize_grads(False)
@@ -104,6 +106,10 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "log_prob_and_entropy has no second derivative: create_graph=True would drop it in silence"
+            )
         logits, target, m, log_s, entropy = ctx.saved_tensors
         of_log_prob, of_entropy = (torch.zeros_like(m) if g is None else g.to(m.dtype) for g in incoming)
         constants = torch.stack([m, log_s, entropy, of_log_prob, of_entropy])
@@ -151,7 +157,7 @@ def log_prob_and_entropy(
         vocab_start: the first column's id.
         vocab_size: columns with ids from here on are padding and left out; by default none are.
         overwrite_logits: backward writes the gradient over the logits and so needs no second buffer. A second backward,
-            and any other function that saved the logits, then get autograd's error instead of wrong numbers.
+            and any other function that saved them or a slice of them, then get autograd's error, not wrong numbers.
         check: raise on a target outside the vocabulary or a row that gives NaN, naming the row. Costs a sync on a GPU.
         backend: ``"fused"`` is Triton on CUDA and compiled C on the CPU; ``"eager"`` the formulas in torch; ``"auto"``
             takes what is there, and eager for small logits on the CPU.
@@ -170,7 +176,7 @@ def log_prob_and_entropy(
     here = (targets >= vocab_start) & (targets < vocab_start + last)
     local = torch.where(here, targets - vocab_start, NOT_HERE).masked_fill(targets == NO_TARGET, NO_ROW)
     options = {
-        "scale": 1.0 / temperature,
+        "scale": 1.0 / float(temperature),
         "tp_group": tp_group,
         "entropy": entropy,
         "overwrite": overwrite_logits,
@@ -186,6 +192,8 @@ def log_prob_and_entropy(
 
 def _kernels(logits: Tensor, backend: str) -> tuple[Any, Any]:
     """Forward and backward of the backend that fits."""
+    if backend not in ("auto", "eager", "fused"):
+        raise ValueError(f"backend {backend!r} is not one of auto, eager and fused")
     neighbours = logits.stride(1) == 1 or logits.shape[1] < 2
     if backend != "eager" and logits.device.type == "cuda" and neighbours and find_spec("triton"):
         from refimpl import kernels  # needs Triton
@@ -212,16 +220,17 @@ def _acc(x: Tensor) -> torch.dtype:
 def _validate(
     logits: Tensor, targets: Tensor, entropy: str, temperature: float, start: int, size: int | None, overwrite: bool
 ) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point():
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"logits of shape {list(logits.shape)} and {logits.dtype}; they must be [T, V] and floating")
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64 or targets.device != logits.device:
         got = f"targets of shape {list(targets.shape)}, {targets.dtype}, on {targets.device}"
         raise ValueError(
             f"{got} for logits of {len(logits)} rows on {logits.device}; they must be [T] int64 beside them"
         )
-    if entropy not in ("off", "value", "grad") or not temperature > 0 or start < 0 or (size is not None and size < 0):
+    bad_range = not all(isinstance(n, int) and n >= 0 for n in (start, 0 if size is None else size))
+    if entropy not in ("off", "value", "grad") or not 0 < float(temperature) < math.inf or bad_range:
         given = f"entropy {entropy!r}, temperature {temperature}, vocab_start {start}, vocab_size {size}"
-        raise ValueError(f"{given}: one of off, value and grad; positive; not negative; not negative")
+        raise ValueError(f"{given}: one of off, value and grad; positive and finite; integers, not negative")
     owner = logits._base if logits._base is not None else logits
     if overwrite and ((owner.is_leaf and owner.requires_grad) or not logits.is_contiguous()):
         raise ValueError(

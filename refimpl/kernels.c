@@ -1,7 +1,7 @@
 /* The CPU's share of entropy.py: the loops of kernels.py, one row after another, in blocks that stay in the cache.
 
-   A row x (times scale) is read once for the triple  m = max x,  s = sum e^(x-m),  w = sum e^(x-m) (x-m), and once more for
-   its gradient. A target of NOT_HERE lies in another shard; a row without a target (NO_ROW) is skipped. Compiled once for
+   A row x is read once for the triple  m = max x,  s = sum e^d,  w = sum e^d d,  where d = (x - m) scale, and once more for its
+   gradient. A target of NOT_HERE lies in another shard; a row without a target (NO_ROW) is skipped. Compiled once for
    each type of logits, with TYPE, LOAD and STORE set; all arithmetic is in fp32. */
 #include <math.h>
 #include <stdint.h>
@@ -47,7 +47,7 @@ void forward(const TYPE *x, int64_t stride, const int64_t *target, float *out, i
             for (int j = 0; j < n; j += LINE) __builtin_prefetch(mine + start + j + AHEAD);
 #pragma omp simd reduction(max : top)
             for (int j = 0; j < n; j++) {
-                z[j] = LOAD(mine[start + j]) * scale;
+                z[j] = LOAD(mine[start + j]);
                 top = z[j] > top ? z[j] : top;
             }
             if (top == -INFINITY) { /* so far nothing but -inf, which adds nothing, or NaN */
@@ -55,14 +55,14 @@ void forward(const TYPE *x, int64_t stride, const int64_t *target, float *out, i
                 continue;
             }
             if (top > m) { /* move what we have to the new maximum */
-                float d = m - top, e = expf(d);
+                float d = (m - top) * scale, e = expf(d);
                 w = s == 0 ? 0 : e * (w + d * s);
                 s *= e;
                 m = top;
             }
 #pragma omp simd reduction(+ : sum, weighted)
             for (int j = 0; j < n; j++) {
-                float d = at_least(LEAST, z[j] - m), e = power_of_two(d * LOG2_E);
+                float d = at_least(LEAST, (z[j] - m) * scale), e = power_of_two(d * LOG2_E);
                 sum += e;
                 weighted += e * d;
             }
@@ -72,7 +72,7 @@ void forward(const TYPE *x, int64_t stride, const int64_t *target, float *out, i
         out[row] = m;
         out[rows + row] = s;
         out[2 * rows + row] = w;
-        out[3 * rows + row] = target[row] >= 0 ? LOAD(mine[target[row]]) * scale : 0;
+        out[3 * rows + row] = target[row] >= 0 ? LOAD(mine[target[row]]) : 0;
     }
 }
 
@@ -90,7 +90,7 @@ void backward(const TYPE *x, int64_t stride, const int64_t *target, TYPE *gradie
         float m = constants[row], log_s = constants[rows + row], entropy = constants[2 * rows + row];
         float of_log_prob = constants[3 * rows + row] * scale, of_entropy = constants[4 * rows + row] * scale;
         float least = log_s + LEAST, shift = -log_s * LOG2_E, fixed = of_log_prob + of_entropy * (entropy - log_s);
-        float logit = target[row] >= 0 ? LOAD(mine[target[row]]) * scale : 0;
+        float logit = target[row] >= 0 ? LOAD(mine[target[row]]) : 0;
         for (int64_t start = 0; start < columns; start += BLOCK) {
             int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
             for (int64_t j = start; j < stop; j += LINE) {
@@ -98,14 +98,14 @@ void backward(const TYPE *x, int64_t stride, const int64_t *target, TYPE *gradie
                 __builtin_prefetch(theirs + j + AHEAD, 1);
             }
 #pragma omp simd
-            for (int64_t j = start; j < stop; j++) { /* d = z - m, p = e^(d - log s), -p (g_lp + g_H (log p + H)) */
-                float raw = LOAD(mine[j]) * scale - m, d = raw > least ? raw : least;
+            for (int64_t j = start; j < stop; j++) { /* d = (x - m) scale, p = e^(d - log s), -p (g_lp + g_H (log p + H)) */
+                float raw = (LOAD(mine[j]) - m) * scale, d = raw > least ? raw : least;
                 float p = raw > least ? power_of_two(d * LOG2_E + shift) : 0;
                 theirs[j] = STORE(-p * (fixed + of_entropy * d));
             }
         }
         if (target[row] >= 0) { /* once more, with the one of the target, and rounded once */
-            float raw = logit - m, d = raw > least ? raw : least, p = raw > least ? expf(d - log_s) : 0;
+            float raw = (logit - m) * scale, d = raw > least ? raw : least, p = raw > least ? expf(d - log_s) : 0;
             theirs[target[row]] = STORE(of_log_prob - p * (fixed + of_entropy * d));
         }
     }

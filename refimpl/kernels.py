@@ -24,18 +24,18 @@ def forward_kernel(x, target, out, rows, columns, row_stride, scale, BLOCK: tl.c
         w = tl.zeros((), ACC)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            z = tl.load(mine + column, mask=column < columns, other=float("-inf")).to(ACC) * scale
+            z = tl.load(mine + column, mask=column < columns, other=float("-inf")).to(ACC)
             top = tl.maximum(m, tl.max(z, 0))
-            move = tl.where(s == 0, 0.0, m - top)  # what we have, moved to the new maximum
+            move = tl.where(s == 0, 0.0, (m - top) * scale)  # what we have, moved to the new maximum
             w = tl.exp(move) * (w + move * s)
             s = tl.exp(move) * s
             counts = z != float("-inf")
-            d = tl.where(counts, z - top, 0.0)
+            d = tl.where(counts, (z - top) * scale, 0.0)
             e = tl.where(counts, tl.exp(d), 0.0)
             s += tl.sum(e, 0)
-            w += tl.sum(e * d, 0)
+            w += tl.sum(tl.where(e == 0, 0.0, e * d), 0)
             m = top
-        logit = tl.load(mine + goal, mask=goal >= 0, other=0.0).to(ACC) * scale
+        logit = tl.load(mine + goal, mask=goal >= 0, other=0.0).to(ACC)
         tl.store(out + row, m)
         tl.store(out + rows + row, s)
         tl.store(out + 2 * rows + row, w)
@@ -60,8 +60,8 @@ def backward_kernel(
         entropy = tl.load(constants + 2 * rows + row)
         of_log_prob = tl.load(constants + 3 * rows + row) * scale
         of_entropy = tl.load(constants + 4 * rows + row) * scale
-        z = tl.load(x + row * row_stride + column, mask=inside, other=float("-inf")).to(ACC) * scale
-        log_p = z - m - log_s
+        z = tl.load(x + row * row_stride + column, mask=inside, other=float("-inf")).to(ACC)
+        log_p = (z - m) * scale - log_s
         p = tl.exp(log_p)
         log_p = tl.where(p == 0, 0.0, log_p)  # p log p is 0 at p = 0, also where log p is -inf
         value = -p * (of_log_prob + of_entropy * (log_p + entropy))
