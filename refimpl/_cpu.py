@@ -1,16 +1,18 @@
 """``kernels.c``, compiled by the machine's C compiler on first use (it takes half a second), on torch's threads."""
 
 import ctypes
+import mmap
 import os
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,10 @@ MACHINE: tuple[list[str], ...] = (
     ["-mcpu=native"],
     [],
 )  # the first that the compiler knows
+
+KEPT_FROM = 1 << 24  # bytes; smaller gradients come from memory that malloc keeps itself
+_kept: list[mmap.mmap] = []
+_lock = threading.Lock()
 
 
 @cache
@@ -56,9 +62,24 @@ def usable(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in TYPES and library(x.dtype) is not None
 
 
-def zeros_like(x: Tensor) -> Tensor:
-    """Zeros in pages that come into being when they are written (numpy asks for them so, torch writes them all)."""
-    return torch.from_numpy(np.zeros(x.shape, f"i{x.element_size()}")).view(x.dtype)
+def empty_like(x: Tensor) -> Tensor:
+    """Memory for a gradient: that of the last one, if nobody holds it any more (``forget`` gives it back).
+
+    Fresh pages would cost more than all the arithmetic. It is what torch's allocator does on CUDA, for one buffer.
+    """
+    if x.nbytes < KEPT_FROM:
+        return torch.empty(x.shape, dtype=x.dtype)
+    with _lock:
+        free = _kept and sys.getrefcount(_kept[0]) == 2  # the list's reference and the call's: no tensor has one
+        if not free or len(_kept[0]) < x.nbytes:
+            _kept[:] = [mmap.mmap(-1, x.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+        return torch.frombuffer(_kept[0], dtype=x.dtype, count=x.numel()).view(x.shape)
+
+
+def forget() -> None:
+    """Give back the memory that is kept for the next gradient."""
+    with _lock:
+        _kept.clear()
 
 
 def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
@@ -70,10 +91,7 @@ def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
 
 
 def backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
-    """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients.
-
-    ``gradient`` is ``x``, or holds zeros.
-    """
+    """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients."""
     rows, columns = x.shape
     into = (gradient, gradient.stride(0), constants)
     _share(library(x.dtype).backward, rows, x, x.stride(0), target, *into, rows, columns, scale)

@@ -1,10 +1,11 @@
 """Log-prob and entropy of vocabulary-parallel logits: one read in forward, one read and one write in backward.
 
-For one row x over any set of columns keep the triple m = max x, s = sum e^d and w = sum e^d d, where d is x - m over the
-temperature, and an x of -inf adds 0. Triples of two sets of columns merge without loss, so vocabulary tiles, TP shards and
-one process are the same algebra (m and s: online softmax, Milakov and Gimelshein, arXiv 1805.02867). The log-prob is then
-d - log s, and the entropy log s - w / s, in which a large offset of all logits cancels before anything is rounded.
-Backward recomputes p: dx = (g_lp (onehot - p) - g_H p (log p + H)) / temperature, and p log p is 0 at p = 0.
+For one row x over any set of columns keep the triple m = max x, s = sum e^d and w = sum e^d d, where d is x - m over
+the temperature, and an x of -inf adds 0. Triples of two sets of columns merge without loss, so vocabulary tiles, TP
+shards and one process are the same algebra (m and s: online softmax, Milakov and Gimelshein, arXiv 1805.02867). The
+log-prob is then d - log s, and the entropy log s - w / s, in which a large offset of all logits cancels before
+anything is rounded. Backward recomputes p: dx = (g_lp (onehot - p) - g_H p (log p + H)) / temperature, and p log p is
+0 at p = 0.
 """
 
 import math
@@ -117,7 +118,7 @@ class _Function(torch.autograd.Function):
         gradient = (
             logits.detach()
             if overwrite
-            else _cpu.zeros_like(logits)
+            else _cpu.empty_like(logits)
             if m.device.type == "cpu"
             else torch.empty_like(logits)
         )

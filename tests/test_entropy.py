@@ -310,6 +310,32 @@ def test_overwriting_the_logits(backend: Any, dtype: torch.dtype) -> None:
         loss.backward()
 
 
+def test_a_gradient_keeps_its_memory_as_long_as_somebody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cpu, "KEPT_FROM", 1)
+    monkeypatch.setattr(_cpu, "_kept", [])
+    targets = torch.tensor([0, NO_TARGET, 2])
+
+    def gradient(scale: float) -> torch.Tensor:
+        logits = (torch.arange(15.0).view(3, 5) * scale).requires_grad_()
+        log_prob_and_entropy(logits, targets, backend="fused")[0].sum().backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    one, two = gradient(1.0), gradient(-1.0)
+    kept = one.clone()
+    place, view = two.data_ptr(), two[2, 1:3]
+    del two
+    three = gradient(0.5)  # the view still holds the second one's memory
+    assert len({one.data_ptr(), place, three.data_ptr()}) == 3
+    assert torch.equal(one, kept)
+    place = three.data_ptr()
+    del three, view
+    four = gradient(1.0)
+    assert four.data_ptr() == place  # free, and taken again
+    assert torch.equal(four, kept)
+    assert four[1].tolist() == [0.0] * 5
+
+
 def test_overwriting_is_refused_or_heard_where_it_is_unsafe() -> None:
     targets = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="they are a leaf"):
