@@ -7,33 +7,33 @@ _server.start()  # the fork server imports torch and megatron-core while this pr
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from refimpl import collectives, history, ranks, slicing  # noqa: E402
+from refimpl import history, ranks  # noqa: E402
 from refimpl.diagrams import describe, strips  # noqa: E402
 from refimpl.layout import Batch, Layout  # noqa: E402
 
 LAYOUT = Layout(Batch([8, 8], [2, 2]), cp_split="contiguous", cp_size=4)
-VERSIONS = (history.extract_before_1846, history.redistribute_1822), (slicing.extract, collectives.redistribute)
+VERSIONS = history.LINE["#1822"], history.LINE["now"]
 TEXT = f"""\
 Two samples, A and B, of 8 tokens each; the last 2 tokens of each are its response. They are packed end to end and cut
 in 4 windows of 4 rows, one per rank (allgather context parallelism). A row in [ ] scores the token after it:
 
 {strips(LAYOUT)}
 Ranks 0 and 2 hold no such row, and so nothing of any response. Each rank makes a list with the entropy of each sample's
-response, then all ranks exchange these lists in an all-reduce.
+response, then all ranks exchange these lists, so that each one has its share of the loss.
 """
 LESSON = """\
 Before: None makes ranks 0 and 2 skip the all-reduce, and then crashes them. Ranks 1 and 3 wait in it for ever.
-After:  a piece of no rows is padded and summed like any other. Every rank does the same, whatever it holds.
+After:  a piece of no rows is a piece like any other. Every rank takes part, whatever it holds.
 The whole story: make lab, then notebooks/04_the_none_bug.ipynb"""
 
 
 def main() -> None:
     """Run both, print the table."""
     columns = [[str(rank) for rank in range(4)]]
-    for extract, redistribute in VERSIONS:
-        lists = [extract(*history.buffers(LAYOUT, rank), LAYOUT, rank)[1] or [] for rank in range(4)]
+    for step in VERSIONS:
+        lists = [step.extract(*history.buffers(LAYOUT, rank), LAYOUT, rank)[1] or [] for rank in range(4)]
         columns.append(["\n".join(map(describe, entropy)) for entropy in lists])
-        outcomes = ranks.observe(history.step, extract, redistribute, LAYOUT, cp=4, timeout=20)
+        outcomes = ranks.observe(history.train, step, LAYOUT, cp=4, timeout=20)
         columns.append([outcome.summary for outcome in outcomes])
     table = Table("rank", "before: entropy of A, B", "what happens", "after: entropy of A, B", "what happens")
     for row in zip(*columns, strict=True):

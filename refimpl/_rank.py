@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from refimpl.recorder import Call, Recorder
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -41,8 +43,9 @@ class Outcome:
     """How one rank ended: ``returned``, ``raised``, ``died`` (exited or was killed without a word) or ``unfinished``.
 
     ``reason`` is one line. ``details`` helps to find the place: a traceback, the stack of a rank that waits, the last
-    words on stderr of one that died. ``output`` is what the rank printed. ``when`` orders failures: seconds on the
-    monotonic clock for an error, before all others for a death (it causes errors elsewhere), last if unfinished.
+    words on stderr of one that died. ``calls`` are the collectives that it issued. ``output`` is what it printed.
+    ``when`` orders failures: seconds on the monotonic clock for an error, before all others for a death (it causes
+    errors elsewhere), last if unfinished.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class Outcome:
     when: float = math.inf
     value: Any = None
     output: str = ""
+    calls: tuple[Call, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -59,7 +63,7 @@ class Outcome:
         return f"{self.status}: {self.reason}" if self.reason else self.status
 
 
-def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: float) -> None:
+def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: float, check: bool) -> None:
     """Run the call that lies in ``folder``, leave its value there, report, and wait until all ranks have."""
     os.setsid()  # a process group of its own: what this rank starts ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
@@ -75,7 +79,11 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
     try:
         fn, args, environment = pickle.loads(Path(folder, "call").read_bytes())
         os.environ.update(environment)  # the fork server's is that of its own start
-        value = fn(_join(folder, rank, tp, cp), *args)
+        me = _join(folder, rank, tp, cp)
+        roles: dict[str, str] = {me.tp_group.group_name: "tp", me.cp_group.group_name: "cp"}
+        store = FileStore(f"{folder}/check", tp * cp) if check else None
+        recorder = Recorder(rank, open(f"{folder}/rank-{rank}.calls", "w"), roles, store)  # noqa: SIM115
+        value = _call(recorder, fn, me, args)
         torch.save(value, f"{folder}/rank-{rank}.value", pickle_module=cloudpickle)
         outcome = Outcome(rank, "returned")
     except BaseException as error:  # SystemExit too: whatever ends the function is reported
@@ -87,6 +95,19 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
     released.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _call(recorder: Recorder, fn: Any, me: Rank, args: Any) -> Any:
+    """``fn`` with its collectives recorded; however it ends, the others hear of it."""
+    how = "returned"
+    try:
+        with recorder:
+            return fn(me, *args)
+    except BaseException as error:
+        how = f"raised {type(error).__name__}"
+        raise
+    finally:
+        recorder.end(how)
 
 
 def _heed(pipe: Connection, folder: str, released: threading.Event) -> None:

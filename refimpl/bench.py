@@ -1,7 +1,9 @@
-"""Side-by-side measurements, ``python -m refimpl.bench ranks`` and ``... entropy``. No test depends on a time."""
+"""Side-by-side measurements, ``python -m refimpl.bench ranks``, ``entropy``, ``redistribute``. No test needs a time."""
 
 import argparse
 import gc
+import math
+import random
 import statistics
 import tempfile
 import time
@@ -14,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from refimpl import _cpu, ranks
+from refimpl import _cpu, history, ranks, slicing
 from refimpl.entropy import log_prob_and_entropy
-from refimpl.slicing import NO_TARGET
+from refimpl.layout import Batch, Layout
 
 Run = Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor]]  # logits -> log-prob, entropy, gradient
 
@@ -38,6 +40,39 @@ def bench_ranks(runs: int) -> None:
     for name, measured in seconds.items():
         ratio = statistics.median(seconds["spawn"]) / statistics.median(measured)
         print(f"{name:28}{statistics.median(measured):7.2f} s{ratio:7.1f} times as fast as spawn")
+
+
+def exchange(me: ranks.Rank, layout: Layout, runs: int) -> dict[str, list[float]]:
+    """Seconds of forward and backward of two keys under each way to redistribute, in turn."""
+    ways = {"one all-reduce for each key": history.redistribute_2123, "ours: one all-to-all": history.redistribute_now}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for name, way in list(ways.items()) * runs:
+        buffers = torch.randn(2, layout.rows, requires_grad=True).unbind()
+        keys = [slicing.response_pieces(buffer, layout, me.cp_rank) for buffer in buffers]
+        start = time.perf_counter()
+        moved: Any = way(keys, layout, me.cp_rank, me.cp_group)
+        torch.cat([torch.cat(pieces) for pieces in moved]).sum().backward()  # type: ignore[no-untyped-call]
+        seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def bench_redistribute(runs: int, samples: int, cp: int) -> None:
+    """Collectives, and bytes that all ranks together hand to them, from the record; whole time from the clock."""
+    random.seed(0)
+    lengths = [(random.randint(50, 500), random.randint(100, 2000)) for _ in range(samples)]
+    batch = Batch([p + r for p, r in lengths], [r for _, r in lengths])
+    outcomes = ranks.observe(exchange, Layout(batch, cp_split="contiguous", cp_size=cp), runs, cp=cp)
+    tokens, calls = sum(batch.response_lengths), [call for outcome in outcomes for call in outcome.calls]
+    print(
+        f"log-prob and entropy in fp32 from allgather to zigzag, cp {cp}, {samples} samples, {tokens} response tokens"
+    )
+    print(f"{'':30}{'collectives':>12}{'in backward':>12}{'bytes per token':>17}{'ms, median of ' + str(runs):>20}")
+    for name, measured in outcomes[0].value.items():
+        own = [call for call in calls if call.operation == ("all_reduce" if "reduce" in name else "all_to_all")]
+        forward = [call for call in own if call.phase == "forward"]
+        moved = sum(math.prod(call.shape) * 4 for call in forward) / tokens / runs
+        each = [len(forward) // cp // runs, (len(own) - len(forward)) // cp // runs]
+        print(f"{name:30}{each[0]:12}{each[1]:12}{moved:17.0f}{statistics.median(measured) * 1e3:20.2f}")
 
 
 class FromModel(torch.autograd.Function):
@@ -122,7 +157,7 @@ def bench_entropy(runs: int, rows: int, columns: int, device: torch.device, with
     torch.manual_seed(0)
     targets, g = torch.randint(0, columns, (rows,), device=device), torch.randn(2, rows, device=device)
     prompts = torch.arange(rows, device=device) // 64 % 2 == 0  # samples of 64 prompt and 64 response rows
-    half = targets.masked_fill(prompts, NO_TARGET)
+    half = targets.masked_fill(prompts, slicing.NO_TARGET)
     candidates = {"plain autograd": plain(targets, g), "ours": ours(targets, g)}
     candidates |= {"ours, over the logits": ours(targets, g, True), "ours, half the rows": ours(half, g)}
     if with_megatron:
@@ -175,14 +210,18 @@ def bench_entropy(runs: int, rows: int, columns: int, device: torch.device, with
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m refimpl.bench", description=__doc__)
-    parser.add_argument("what", choices=["ranks", "entropy"])
-    parser.add_argument("--runs", type=int, default=0, help="how often, in turn (ranks 3, entropy 7)")
+    parser.add_argument("what", choices=["ranks", "entropy", "redistribute"])
+    parser.add_argument("--runs", type=int, default=0, help="how often, in turn (ranks 3, others 7)")
     parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--columns", type=int, default=151_936)
     options = parser.parse_args()
     if options.what == "ranks":
         return bench_ranks(options.runs or 3)
+    if options.what == "redistribute":
+        return bench_redistribute(options.runs or 7, options.samples, options.cp)
     with tempfile.TemporaryDirectory() as folder:
         from megatron.core import parallel_state
 

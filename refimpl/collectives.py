@@ -1,47 +1,161 @@
-"""Autograd collectives over the CP group, with the gradient convention named."""
+"""Autograd collectives with the gradient convention named, and the exchange of pieces between two layouts.
+
+What is the gradient of a collective? It depends on the loss that follows (contract C8). *Own-slice loss*: each rank's
+loss counts its own part and the real loss is their sum, so backward sums over the ranks. *Replicated loss*: every rank
+computes the same, whole loss, so backward keeps this rank's gradient alone. One for the other is a factor of the
+group's size, in silence. An exchange has no such choice: what came from a rank goes back to it.
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 from torch import Tensor
-from torch.nn.functional import pad
 
 from refimpl.layout import Layout
+from refimpl.recorder import current_label, label
+
+Loss = Literal["own slice", "replicated"]
 
 
-def redistribute(pieces: Sequence[Tensor], layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Pieces of a contiguous layout in, pieces of the zigzag layout of the same batch out, by one all-reduce.
+def all_reduce(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
+    """The sum of the ranks' ``x``, of the same shape on each.
 
-    Every rank takes part with the same shape, whatever it holds: a piece of no rows is padded like any other, and keeps
-    its path to the buffer it came from. Convention *own-slice loss*: backward sums the gradient over the ranks, right
-    for a loss in which each rank counts its own pieces only.
+    Backward: ``loss="own slice"`` sums the ranks' gradients in a second all-reduce; ``"replicated"`` issues nothing.
 
-    ``pieces`` are ``[R_local]`` for each sample, from ``slicing.response_pieces`` with the same ``layout``; what comes
-    back is ``[R_zigzag]`` for each. ``group`` is the CP group. A ``ValueError`` if a piece does not fit the layout.
+    Raises:
+        ValueError: another ``loss``.
     """
-    whole = []
-    for i, (piece, (span, *more)) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
-        if piece.shape != (span.length,) or more:
-            raise ValueError(
-                f"sample {i}: a piece of shape {list(piece.shape)} does not fit rank {cp_rank} of {layout}"
-            )
-        before = span.position - layout.batch.first_predicting(i)
-        whole.append(pad(piece, (before, layout.batch.response_lengths[i] - before - span.length)))
-    return sum_and_cut(whole, layout, cp_rank, group)
+    return _AllReduce.apply(x, group, _checked(loss))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def sum_and_cut(whole: Sequence[Tensor], layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Sum whole responses, ``[R]`` each, over the ranks in one all-reduce, and cut out this rank's zigzag pieces."""
-    if not whole:
-        return []
-    summed = torch.distributed.nn.all_reduce(torch.cat(list(whole)), group=group)  # type: ignore[no-untyped-call]
-    zigzag = replace(layout, cp_split="zigzag", pad_multiple=1).response_spans(cp_rank)
-    whole = summed.split(layout.batch.response_lengths)
-    firsts = map(layout.batch.first_predicting, range(len(whole)))
-    return [
-        torch.cat([values.narrow(0, span.position - first, span.length) for span in spans])
-        for values, spans, first in zip(whole, zigzag, firsts, strict=True)
-    ]
+def all_gather(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
+    """The ranks' ``x``, ``[n, ...]`` of the same shape on each, one after another: ``[n * group size, ...]``.
+
+    Backward: ``loss="own slice"`` sums what all ranks' losses say of this rank's ``x``, in an all-to-all;
+    ``"replicated"`` takes this rank's own slice of the gradient and issues nothing.
+
+    Raises:
+        ValueError: another ``loss``.
+    """
+    return _AllGather.apply(x, group, _checked(loss))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def redistribute(
+    keys: Sequence[Sequence[Tensor]], layout: Layout, target: Layout, cp_rank: int, group: dist.ProcessGroup
+) -> list[list[Tensor]]:
+    """Pieces of ``layout`` in, pieces of ``target`` out, for all keys together: one all-to-all, one more in backward.
+
+    Every value is sent once, to the rank that owns its position in ``target``. Who sends how much to whom is known from
+    the layouts alone, and every rank takes part, whatever it holds.
+
+    Args:
+        keys: for each key (log-probs, entropies) the pieces of each sample, ``[R_local]``, as ``slicing.extract``
+            gives them for ``layout``, all of one dtype.
+        layout: where the values are. target: where they shall be; another layout of the same batch and cp_size.
+        cp_rank: this rank's number in ``group``, the CP group.
+
+    Returns:
+        for each key the pieces under ``target``; with gradient if the key's pieces came with it.
+
+    Raises:
+        ValueError: a piece does not fit the layout, dtypes differ, or the two layouts differ in batch or cp_size.
+    """
+    _fit(keys, layout, target, cp_rank)
+    if not keys or not len(layout.batch):
+        return [[] for _ in keys]
+    held = [_indices(layout, rank) for rank in range(layout.cp_size)]
+    owner = torch.empty(sum(layout.batch.response_lengths), dtype=torch.int64)
+    for rank in range(target.cp_size):
+        owner[_indices(target, rank)] = rank
+    goes = owner[held[cp_rank]]
+    comes = [indices[owner[indices] == cp_rank] for indices in held]
+    send, receive = torch.bincount(goes, minlength=layout.cp_size).tolist(), [len(indices) for indices in comes]
+    device = keys[0][0].device
+    flat = torch.stack([torch.cat(list(pieces)) for pieces in keys], 1)
+    moved = _AllToAll.apply(flat[goes.argsort(stable=True).to(device)], send, receive, group)  # type: ignore[no-untyped-call]
+    lengths = [sum(span.length for span in spans) for spans in target.response_spans(cp_rank)]
+    columns = moved[torch.cat(comes).argsort().to(device)].unbind(1)
+    wanted = [any(piece.requires_grad for piece in pieces) for pieces in keys]
+    return [list((c if g else c.detach()).split(lengths)) for c, g in zip(columns, wanted, strict=True)]
+
+
+def _indices(layout: Layout, rank: int) -> Tensor:
+    """The numbers, in the list of all response tokens of the batch, of those that a rank holds; they rise."""
+    numbers, start = [torch.arange(0)], 0
+    for i, spans in enumerate(layout.response_spans(rank)):
+        shift = start - layout.batch.first_predicting(i)
+        numbers += [torch.arange(span.position, span.position + span.length) + shift for span in spans]
+        start += layout.batch.response_lengths[i]
+    return torch.cat(numbers)
+
+
+def _fit(keys: Sequence[Sequence[Tensor]], layout: Layout, target: Layout, cp_rank: int) -> None:
+    if (target.batch, target.cp_size) != (layout.batch, layout.cp_size):
+        raise ValueError(f"{target} is not a layout of the same batch and cp_size as {layout}")
+    for pieces in keys:
+        for i, (piece, spans) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
+            rows = sum(span.length for span in spans)
+            if not isinstance(piece, Tensor) or piece.shape != (rows,) or piece.dtype != keys[0][0].dtype:
+                what = f"{list(piece.shape)} {piece.dtype}" if isinstance(piece, Tensor) else repr(piece)
+                wanted = f"rank {cp_rank} of {layout} holds [{rows}] {keys[0][0].dtype}"
+                raise ValueError(f"sample {i}: a piece is {what}; {wanted}")
+
+
+def _checked(loss: str) -> str:
+    if loss not in ("own slice", "replicated"):
+        raise ValueError(f"loss {loss!r} is neither 'own slice' nor 'replicated'")
+    return loss
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, loss: str) -> Tensor:
+        ctx.group, ctx.loss, ctx.label = group, loss, current_label()
+        summed = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
+        gradient = incoming[0].clone(memory_format=torch.contiguous_format)  # it may be expanded, or someone else's
+        if ctx.loss == "own slice":
+            with label(ctx.label):
+                dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, loss: str) -> Tensor:
+        ctx.group, ctx.loss, ctx.label = group, loss, current_label()
+        gathered = x.new_empty(dist.get_world_size(group), *x.shape)
+        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
+        return gathered.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
+        size = dist.get_world_size(ctx.group)
+        parts = incoming[0].contiguous().view(size, -1, *incoming[0].shape[1:])
+        if ctx.loss == "replicated":
+            return parts[dist.get_rank(ctx.group)], None, None
+        with label(ctx.label):
+            received = torch.empty_like(parts)
+            dist.all_to_all_single(received, parts, group=ctx.group)
+        return received.sum(0), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group, ctx.label = send, receive, group, current_label()
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
+        with label(ctx.label):
+            gradient = _AllToAll.apply(incoming[0], ctx.receive, ctx.send, ctx.group)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None

@@ -16,13 +16,15 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refimpl.layout import Layout
+from refimpl.recorder import Record, first_difference, table
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7")  # Okabe and Ito's, apart for colour-blind readers too
-GREY, LANE = "#666666", 1.5
+GREY, RED, LANE = "#666666", "#C0392B", 1.5
 STYLE: dict[Any, Any] = {"svg.hashsalt": "refimpl", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
 PICTURE_KEY = (
     "letter: sample   number: position   hatched: prompt   framed: predicting row   →: what it scores   empty: padding"
 )
+TIMELINE_KEY = "blue: forward   orange, hatched: backward   boxes below each other meet   red: the first difference"
 TEXT_KEY = "a0: prompt    A2: response    [A2]: predicting row, scores the next position    . : padding"
 
 
@@ -144,6 +146,32 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> 
     return Drawing(figure, "\n".join(lines))
 
 
+def timeline(records: Sequence[Record], title: str) -> Drawing:
+    """What each rank issued, in order: a box per collective, with the one missing or at odds marked; a lane per rank.
+
+    The n-th boxes of the ranks stand below each other: these are the ones that meet.
+    """
+    steps = max(len(record.calls) for record in records)
+    difference = first_difference(records)
+    odd = difference.steps if difference else {}
+    figure, axes = _canvas(len(records), 5 * steps + 6, title)
+    for rank, record in enumerate(records):
+        for step, call in enumerate(record.calls):
+            backward, text = call.phase == "backward", f"{call.operation}\n{call.label}".strip()
+            _box(axes, 5 * step, rank, 5, text, COLOURS[backward], backward, False)
+        missing = odd.get(rank) == len(record.calls)
+        if rank in odd:
+            x, y, line = 5 * odd[rank], rank * LANE, "--" if missing else "-"
+            axes.add_patch(Rectangle((x + 0.06, y + 0.04), 4.88, 0.92, fill=False, ec=RED, lw=2.4, ls=line))
+            axes.text(x + 2.5, y + 0.5, "missing" * missing, ha="center", va="center", fontsize=7, color=RED)
+        word = record.end.removeprefix("raised: ").partition(":")[0]
+        word = "waits in the last one" if record.end.startswith("unfinished: in") else word
+        style = {"va": "center", "fontsize": 7, "color": GREY if word == "returned" else RED}
+        axes.text(5 * (len(record.calls) + missing) + 0.3, rank * LANE + 0.5, word, style)
+    axes.text(0, len(records) * LANE + 0.1, TIMELINE_KEY, fontsize=6.5, va="top", color=GREY)
+    return Drawing(figure, f"{title}\n{table(records)}")
+
+
 def show_error(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call ``fn`` and print the type and first line of what it raises; an ``AssertionError`` if it raises nothing."""
     try:
@@ -162,9 +190,9 @@ def _letter(sample: int) -> str:
 def _canvas(lanes: int, columns: int, title: str) -> tuple[Figure, Axes]:
     """Axes whose unit is one box, with room for the rank names on the left and the key below."""
     unit = min(0.42, 8.4 / (columns + 2.2))
-    width = max(columns + 2.2, 7.6 / unit)
+    width, left = max(columns + 2.2, 7.6 / unit), max(1.8, 0.6 / unit)
     figure = Figure((width * unit, (lanes * LANE + 1.7) * 0.42))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-1.8, width - 1.8), ylim=(lanes * LANE + 0.5, -1.2))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-left, width - left), ylim=(lanes * LANE + 0.5, -1.2))
     axes.axis("off")
     axes.text(0, -0.65, title, fontsize=9, va="bottom", weight="bold")
     for rank in range(lanes):

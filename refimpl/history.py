@@ -1,21 +1,34 @@
 """The bug's history: each step as a small function beside the one that replaced it, with the symptoms it had.
 
-Re-created in our own terms from THUDM/slime (Apache-2.0), slime/backends/megatron_utils/loss.py, before pull request
-#1846 (commit 2928bba9d) and after it (5b688aaba). Only the allgather path, one window per rank: there the bug was.
+Re-created in our own terms from THUDM/slime (Apache-2.0), slime/backends/megatron_utils/loss.py, at the commits that
+``LINE`` names. Only the allgather path, one window per rank: there the bug was.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from refimpl.collectives import sum_and_cut
+from refimpl import slicing
+from refimpl.collectives import all_reduce, redistribute
+from refimpl.entropy import log_prob_and_entropy
 from refimpl.layout import Layout
 from refimpl.ranks import Rank
-from refimpl.slicing import local_tokens
+from refimpl.recorder import label
+
+Keys = Sequence[Sequence[Tensor | None]]  # for log-prob and, if asked for, entropy: a piece of each sample
+
+
+def extract_before_1788(
+    logits: Tensor, targets: Tensor, layout: Layout, cp_rank: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Before #1788: a slice of the logits for each sample. Right, but each sends a full ``[T, V]`` gradient back."""
+    each = [log_prob_and_entropy(logits[s.rows], targets[s.rows]) for (s,) in layout.response_spans(cp_rank)]
+    return [log_prob for log_prob, _ in each], [entropy for _, entropy in each if entropy is not None]
 
 
 def extract_before_1846(
@@ -59,44 +72,133 @@ def extract_after_1846(
     return log_probs, entropies
 
 
-def redistribute_1822(
-    pieces: Sequence[Tensor | None], layout: Layout, cp_rank: int, group: dist.ProcessGroup
-) -> Sequence[Tensor | None]:
+def redistribute_1788(keys: Keys, layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> Keys:
+    """#1788: reads the dtype of every entry, so that any ``None`` ends the rank that has it."""
+    moved = []
+    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
+        whole = []
+        for i, piece in enumerate(pieces):
+            filler = torch.zeros(0, dtype=piece.dtype, requires_grad=True)  # type: ignore[union-attr]
+            whole.append(_padded(piece if len(piece) else filler, i, layout, cp_rank))  # type: ignore[arg-type]
+        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+    return moved
+
+
+def redistribute_1822(keys: Keys, layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> Keys:
     """#1822 to #2153: a list of nothing but ``None`` is handed back as it is, *without the all-reduce*.
 
-    That is where a rank leaves the collective: it decides by the data that it happens to hold.
+    That is where a rank leaves the collective: it decides by the data that it happens to hold. If it holds something,
+    what it lacks is filled with zeros that ask for a gradient, whether the values do or not.
     """
-    present = [piece for piece in pieces if piece is not None]
-    if not present:
-        return pieces
-    whole = []
-    for i, (piece, (span,)) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
-        response, before = layout.batch.response_lengths[i], span.position - layout.batch.first_predicting(i)
-        if piece is None or span.length == 0:
-            whole.append(torch.zeros(response, dtype=present[0].dtype, device=present[0].device, requires_grad=True))
-        else:
-            whole.append(pad(piece, (before, response - before - span.length)))
-    return sum_and_cut(whole, layout, cp_rank, group)
+    moved: list[Sequence[Tensor | None]] = []
+    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
+        present = [piece for piece in pieces if piece is not None]
+        if not present:
+            moved.append(pieces)
+            continue
+        filler = torch.zeros(0, dtype=present[0].dtype, device=present[0].device, requires_grad=True)
+        whole = [_padded(p if p is not None and len(p) else filler, i, layout, cp_rank) for i, p in enumerate(pieces)]
+        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+    return moved
 
 
-def buffers(layout: Layout, cp_rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """A log-prob and an entropy per row, ``[T_local]`` fp64 each, with gradient; the entropy is the row's position."""
+def redistribute_2123(keys: Keys, layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> Keys:
+    """#2123: the zeros ask for a gradient exactly if the values do. Still one all-reduce for each key."""
+    moved = []
+    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
+        whole = [_padded(piece, i, layout, cp_rank) for i, piece in enumerate(pieces) if piece is not None]
+        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+    return moved
+
+
+def _padded(piece: Tensor, sample: int, layout: Layout, cp_rank: int) -> Tensor:
+    """The whole response, ``[R]``, with zeros for what this rank does not hold."""
+    (span,) = layout.response_spans(cp_rank)[sample]
+    before = span.position - layout.batch.first_predicting(sample)
+    return pad(piece, (before, layout.batch.response_lengths[sample] - before - len(piece)))
+
+
+def sum_and_cut(
+    whole: Sequence[Tensor], layout: Layout, cp_rank: int, group: dist.ProcessGroup, name: str
+) -> list[Tensor]:
+    """Sum whole responses over the ranks in one all-reduce, and cut out this rank's zigzag pieces."""
+    with label(name):
+        summed = all_reduce(torch.cat(list(whole)), group, loss="own slice")
+    responses = torch.split(summed, list(layout.batch.response_lengths))
+    firsts = map(layout.batch.first_predicting, range(len(responses)))
+    return [
+        torch.cat([values.narrow(0, span.position - first, span.length) for span in spans])
+        for values, spans, first in zip(responses, layout.as_zigzag().response_spans(cp_rank), firsts, strict=True)
+    ]
+
+
+def redistribute_now(
+    keys: Sequence[Sequence[Tensor]], layout: Layout, cp_rank: int, group: dist.ProcessGroup
+) -> list[list[Tensor]]:
+    """This project's: one all-to-all for all keys, and no branch for a piece of no rows."""
+    with label("log-prob, entropy"):
+        return redistribute(keys, layout, layout.as_zigzag(), cp_rank, group)
+
+
+def buffers(
+    layout: Layout, cp_rank: int, device: torch.device | str = "cpu", entropy_grad: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A log-prob and an entropy per row, ``[T_local]`` fp64 each; the entropy is the row's position."""
     positions = [torch.arange(total) for total in layout.batch.total_lengths]
-    entropy = local_tokens(positions, layout, cp_rank).to(device, torch.float64)
-    return (-entropy).requires_grad_(), entropy.requires_grad_()
+    entropy = slicing.local_tokens(positions, layout, cp_rank).to(device, torch.float64)
+    return (-entropy).requires_grad_(), entropy.requires_grad_(entropy_grad)
 
 
-def step(
-    me: Rank, extract: Callable[..., Any], redistribute: Callable[..., Any], layout: Layout
-) -> tuple[Tensor, Tensor | None]:
-    """One loss on one rank, the plain sum, from ``buffers`` to ``backward``.
+def buffers_2152(layout: Layout, cp_rank: int, device: torch.device | str, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    """#2152: a call passes a keyword that the callee does not have yet. It took one more commit to see it."""
+    return buffers(layout, cp_rank, device, with_entropy_grad=entropy_grad)  # type: ignore[call-arg]
 
-    Returns the entropy values that this rank owns after the redistribution, and the gradient of its entropy buffer: one
-    where a row counts in the loss, zero where not, ``None`` if backward never reached the buffer.
+
+@dataclass(frozen=True)
+class Step:
+    """One version: how pieces are cut, how they are exchanged, and whether the entropy asks for a gradient."""
+
+    extract: Callable[..., Any]
+    redistribute: Callable[..., Any]
+    entropy_grad: Callable[[float], bool] = lambda coefficient: True
+    buffers: Callable[..., tuple[Tensor, Tensor]] = buffers
+    commit: str = ""
+
+
+def if_weighted(coefficient: float) -> bool:
+    """The entropy asks for a gradient if its coefficient in the loss is not 0: right, and less memory."""
+    return coefficient != 0
+
+
+LINE = {
+    "#1788": Step(extract_before_1846, redistribute_1788, if_weighted, commit="2a89c169c"),
+    "#1822": Step(extract_before_1846, redistribute_1822, commit="2928bba9d"),
+    "#1846": Step(extract_after_1846, redistribute_1822, commit="5b688aaba"),
+    "#2152": Step(extract_after_1846, redistribute_1822, if_weighted, buffers_2152, commit="ca7a7eaf4"),
+    "#2153": Step(extract_after_1846, redistribute_1822, if_weighted, commit="fa3c990af"),
+    "#2123": Step(slicing.extract, redistribute_2123, if_weighted, commit="6ad61127e"),
+    "now": Step(slicing.extract, redistribute_now, if_weighted),
+}
+
+
+class Trained(NamedTuple):
+    """What one rank has after ``train``: the entropies that it owns, and what backward left of its two buffers."""
+
+    entropies: Tensor
+    of_log_prob: Tensor | None
+    of_entropy: Tensor | None
+
+
+def train(me: Rank, step: Step, layout: Layout, coefficient: float = 1.0, keep_graph: bool = False) -> Trained:
+    """One micro-batch on one rank: buffers, pieces, redistribution, the loss and ``backward``.
+
+    The loss is the sum of the log-probs plus ``coefficient`` times the sum of the entropies that this rank owns under
+    zigzag. So a row's gradients are 1 and ``coefficient`` if it scores a response token, else 0; ``None`` is what
+    backward never reached. ``keep_graph`` adds 0 times the sum of the buffer, as slime does.
     """
-    log_prob, entropy = buffers(layout, me.cp_rank, me.device)
-    lists = extract(log_prob, entropy, layout, me.cp_rank)
-    moved = [redistribute(pieces, layout, me.cp_rank, me.cp_group) for pieces in lists]
-    log_probs, entropies = torch.cat(moved[0]), torch.cat(moved[1])
-    (log_probs.sum() + entropies.sum()).backward()  # type: ignore[no-untyped-call]
-    return entropies.detach(), entropy.grad
+    log_prob, entropy = step.buffers(layout, me.cp_rank, me.device, entropy_grad=step.entropy_grad(coefficient))
+    keys = step.extract(log_prob, entropy, layout, me.cp_rank)
+    log_probs, entropies = map(torch.cat, step.redistribute(keys, layout, me.cp_rank, me.cp_group))
+    loss = log_probs.sum() + coefficient * entropies.sum() + (0 * log_prob.sum() if keep_graph else 0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Trained(entropies.detach(), log_prob.grad, entropy.grad)

@@ -167,6 +167,10 @@ class Layout:
         first, totals = self.batch.first_predicting, self.batch.total_lengths
         return [tuple(s.clip(first(i), totals[i] - 1) for s in spans) for i, spans in enumerate(self.spans(cp_rank))]
 
+    def as_zigzag(self) -> "Layout":
+        """The zigzag layout of the same batch, format and ranks: where a redistribution brings the pieces."""
+        return replace(self, cp_split="zigzag", pad_multiple=1)
+
     @property
     def _chunks(self) -> int:
         """In how many equal chunks a line is cut."""

@@ -17,7 +17,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,23 +27,33 @@ from typing import Any
 import cloudpickle
 import torch.multiprocessing
 
-from refimpl import _rank, _server
+from refimpl import _rank, _server, recorder
 from refimpl._rank import Outcome as Outcome
 from refimpl._rank import Rank as Rank
 
+HIDDEN = ("_rank.py", "recorder.py", "collectives.py")  # whose frames tell nobody where a rank is
 GRACE = 0.5  # seconds that the other ranks get, once one has failed, to report their own end
 START_METHOD = "forkserver"  # "spawn" works too, but every rank then imports torch and megatron-core anew
 
 
 class RankError(RuntimeError):
-    """At least one rank did not return. ``outcomes`` has one entry per rank, ``first`` is the failure to look at."""
+    """At least one rank did not return. ``outcomes`` has one entry per rank, ``first`` is the failure to look at.
+
+    The message says how each ended, which collectives they issued up to the first difference, and where they are.
+    """
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
         self.first = min((o for o in outcomes if o.status != "returned"), key=lambda o: (o.when, o.rank))
         lines = [f"rank {o.rank} {o.summary}" for o in outcomes]
         details = ["", f"rank {self.first.rank}, details:", self.first.details]
-        super().__init__("\n".join([lines[self.first.rank], "", *lines, *details]))
+        issued = ["", "collectives:", recorder.table(records(outcomes))] if any(o.calls for o in outcomes) else []
+        super().__init__("\n".join([lines[self.first.rank], "", *lines, *issued, *details]))
+
+
+def records(outcomes: Sequence[Outcome]) -> list[recorder.Record]:
+    """Which collectives each rank issued, and how it ended, for ``recorder.table`` and ``diagrams.timeline``."""
+    return [recorder.Record(outcome.calls, outcome.summary) for outcome in outcomes]
 
 
 @dataclass
@@ -82,7 +92,8 @@ class _Child:
                 outcome = replace(outcome, value=torch.load(value, "cpu", weights_only=False))
             except Exception as error:
                 outcome = replace(outcome, status="raised", reason=f"its value cannot be read here: {error!r}")
-        return replace(outcome, output=output.read_text(errors="replace"))
+        calls = recorder.read(folder / f"rank-{self.rank}.calls")
+        return replace(outcome, output=output.read_text(errors="replace"), calls=calls)
 
     def where(self, file: Path) -> tuple[str, str]:
         """Where an unfinished rank is, and its stack. The rank answers itself, even from within a collective."""
@@ -93,9 +104,12 @@ class _Child:
             while time.monotonic() < asked + GRACE:
                 stack = file.read_text()[len(before) :]
                 if stack.endswith(("in <module>\n", "...\n")):
-                    frames = [f for f in re.findall(r'File "(.*)", line \d+ in (\w+)\n', stack) if f[1] != "wrapper"]
-                    ours = [name for source, name in frames[1:] if f"{os.sep}torch{os.sep}" not in source] + ["main"]
-                    return f"in {frames[0][1]}" + f", called by {ours[0]}" * (ours[0] != "main"), stack
+                    frames = re.findall(r'File "(.*)", line \d+ in (\w+)\n', stack)
+                    frames = [f for f in frames if f[1] != "wrapper" and Path(f[0]).name not in HIDDEN]
+                    (_, here), *callers = frames or [("", "start")]
+                    ours = [name for source, name in callers if f"{os.sep}torch{os.sep}" not in source]
+                    backward = ", in backward" if "_engine_run_backward" in [name for _, name in callers] else ""
+                    return f"in {here}" + (f", called by {ours[0]}" if ours else "") + backward, stack
                 time.sleep(0.01)
         return "gave no sign of where it is", ""
 
@@ -108,7 +122,9 @@ class _Child:
         self.pipe.close()
 
 
-def run(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0) -> list[Any]:
+def run(
+    fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False
+) -> list[Any]:
     """What ``fn(me, *args)`` returns on each of ``tp * cp`` ranks, in rank order.
 
     Args:
@@ -118,19 +134,24 @@ def run(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: f
         tp: tensor-parallel size.
         cp: context-parallel size; both groups are megatron-core's ``parallel_state``.
         timeout: seconds for the whole run once the processes are started.
+        check: before each collective the ranks of its group agree that all of them issue it. Where they differ each
+            one raises ``recorder.DivergenceError`` at once, also where unlike collectives would have paired in silence.
+            Costs some milliseconds a collective.
 
     Raises:
         RankError: a rank raised, died, or had not finished by the deadline. It comes ``GRACE`` seconds after the first
             failure, or at the deadline. Either way no process is left.
         ValueError: a size or the timeout is not positive.
     """
-    outcomes = observe(fn, *args, tp=tp, cp=cp, timeout=timeout)
+    outcomes = observe(fn, *args, tp=tp, cp=cp, timeout=timeout, check=check)
     if any(outcome.status != "returned" for outcome in outcomes):
         raise RankError(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def observe(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0) -> list[Outcome]:
+def observe(
+    fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False
+) -> list[Outcome]:
     """Like ``run``, but a rank's failure is what you get, not an exception: one ``Outcome`` per rank."""
     if not (isinstance(tp, int) and isinstance(cp, int) and min(tp, cp) > 0 and timeout > 0):
         raise ValueError(f"tp {tp!r} and cp {cp!r} must be positive integers, timeout {timeout!r} a positive number")
@@ -142,10 +163,12 @@ def observe(fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeou
         Path(folder, "call").write_bytes(cloudpickle.dumps((fn, args, dict(os.environ))))
         try:
             for rank in range(tp * cp):
-                for end in ("out", "err", "stack"):
+                for end in ("out", "err", "stack", "calls"):
                     Path(folder, f"rank-{rank}.{end}").touch()
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_rank.main, args=(theirs, folder, rank, tp, cp, timeout), daemon=True)
+                process = context.Process(
+                    target=_rank.main, args=(theirs, folder, rank, tp, cp, timeout, check), daemon=True
+                )
                 children.append(_Child(rank, process, ours))
                 process.start()
                 theirs.close()

@@ -19,15 +19,17 @@ MAY_IMPORT = {
     "kernels": set(),
     "_cpu": set(),
     "entropy": {"_cpu", "kernels", "slicing"},
-    "collectives": {"layout"},
+    "recorder": set(),
+    "collectives": {"layout", "recorder"},
+    "loss": {"layout"},
     "_server": set(),
     "_megatron": set(),
-    "_rank": {"_megatron"},
-    "ranks": {"_rank", "_server"},
-    "history": {"collectives", "layout", "ranks", "slicing"},
-    "diagrams": {"layout"},
-    "bench": {"_cpu", "entropy", "ranks", "slicing"},
-    "__main__": {"_server", "collectives", "diagrams", "history", "layout", "ranks", "slicing"},
+    "_rank": {"_megatron", "recorder"},
+    "ranks": {"_rank", "_server", "recorder"},
+    "history": {"collectives", "entropy", "layout", "ranks", "recorder", "slicing"},
+    "diagrams": {"layout", "recorder"},
+    "bench": {"_cpu", "entropy", "history", "layout", "ranks", "slicing"},
+    "__main__": {"_server", "diagrams", "history", "layout", "ranks"},
 }
 """A file imports only files above it: no cycles. Nothing imports tests."""
 
@@ -140,7 +142,7 @@ def test_the_demo_shows_both_sides() -> None:
 def test_the_benchmark_says_what_it_can_measure() -> None:
     done = subprocess.run([sys.executable, "-m", "refimpl.bench"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "{ranks,entropy}" in done.stderr
+    assert "{ranks,entropy,redistribute}" in done.stderr
 
 
 def test_the_benchmark_runs_on_something_small() -> None:
@@ -161,3 +163,11 @@ def test_the_benchmark_runs_on_something_small() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^ours, over the logits +\d", done.stdout, re.MULTILINE)) == 2
+
+
+def test_the_benchmark_counts_collectives() -> None:
+    command = [sys.executable, "-m", "refimpl.bench", "redistribute", "--runs", "1", "--cp", "2", "--samples", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^one all-reduce for each key +2 +2 +16 ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ours: one all-to-all +1 +1 +8 ", done.stdout, re.MULTILINE), done.stdout

@@ -1,0 +1,231 @@
+"""What a rank asks of the others: a record of its collectives, and the first one in which the ranks differ.
+
+Contract C6: every rank issues the same collectives in the same order, forward and backward, whatever data it holds.
+"""
+
+import contextlib
+import json
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KNOWN = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+SPELT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+UNEVEN = ("all_to_all", "gather", "scatter")  # whose shapes may differ from rank to rank
+_LABEL: ContextVar[str] = ContextVar("label", default="")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of one rank: what it passed in, over which group (its role, and its ranks in the world)."""
+
+    operation: str
+    reduction: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: str
+    members: tuple[int, ...]
+    phase: str
+    label: str
+
+    def __str__(self) -> str:
+        what = " ".join(filter(None, (self.operation, self.reduction)))
+        named = f", {self.label}" if self.label else ""
+        return f"{self.phase:8} {what} over {self.group}: {list(self.shape)} {self.dtype}{named}"
+
+    @classmethod
+    def loads(cls, text: str) -> "Call":
+        """From ``dumps``."""
+        fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        return cls(**fields)
+
+    def dumps(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    def fits(self, other: "Call | None") -> bool:
+        """Whether two ranks mean the same collective. Only the label tells apart two reduces of the same size."""
+        names = ("operation", "reduction", "dtype", "phase", "label", *["shape"] * (self.operation not in UNEVEN))
+        return other is not None and all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that one rank issued, in order, and how it ended."""
+
+    calls: tuple[Call, ...]
+    end: str = "returned"
+
+
+def read(file: Path) -> tuple[Call, ...]:
+    """What a ``Recorder`` wrote; a last line cut short by a kill is left out."""
+    return tuple(map(Call.loads, file.read_text().split("\n")[:-1]))
+
+
+class Difference(NamedTuple):
+    """The first collective of a group in which its members differ: which of each one's own calls it is, from 0."""
+
+    group: str
+    steps: dict[int, int]  # rank -> index; one past its last call if it issued nothing there
+
+
+def first_difference(records: Sequence[Record]) -> Difference | None:
+    """Compare each group's members, call by call; of several differing groups the one that differed first."""
+    found = []
+    for members in dict.fromkeys(call.members for record in records for call in record.calls):
+        own = {rank: [i for i, c in enumerate(records[rank].calls) if c.members == members] for rank in members}
+        for n in range(max(map(len, own.values()))):
+            calls = [records[rank].calls[own[rank][n]] if n < len(own[rank]) else None for rank in members]
+            first = next(call for call in calls if call)
+            if not all(first.fits(call) for call in calls):
+                end = {rank: len(records[rank].calls) for rank in members}
+                steps = {rank: own[rank][n] if n < len(own[rank]) else end[rank] for rank in members}
+                found.append(Difference(first.group, steps))
+                break
+    return min(found, key=lambda difference: min(difference.steps.values()), default=None)
+
+
+def table(records: Sequence[Record]) -> str:
+    """Step by step what the ranks issued, ranks alike on one line; of equal steps only the last few."""
+    difference = first_difference(records)
+    marked = min(difference.steps.values()) if difference else -1
+    lines = []
+    steps = max(len(record.calls) for record in records)
+    start = max(0, (marked if difference else steps) - 6)
+    if start:
+        lines.append(f"{'1' if start == 1 else f'1-{start}':>5}  left out: no difference")
+    for step in range(start, steps):
+        texts = [str(record.calls[step]) if step < len(record.calls) else "nothing" for record in records]
+        mark = f"   <- first difference, over {difference.group}" if difference and step == marked else ""
+        lines += _together(str(step + 1), texts, mark)
+    return "\n".join([*lines, *_together("end", [textwrap.shorten(r.end, 100) for r in records])])
+
+
+def _together(head: str, texts: Sequence[str], mark: str = "") -> Iterator[str]:
+    """One line for each different text, with the ranks that have it."""
+    width = 9 + 3 * max(0, len(texts) - 2)
+    for number, text in enumerate(dict.fromkeys(texts)):
+        who = [str(rank) for rank, other in enumerate(texts) if other == text]
+        names = "all ranks" if len(who) == len(texts) else f"rank{'s' * (len(who) > 1)} {', '.join(who)}"
+        yield f"{head if number == 0 else '':>5}  {names:{width}}  {text}{'' if number else mark}"
+
+
+class DivergenceError(RuntimeError):
+    """Raised on a rank in place of a collective that another member of the group does not issue."""
+
+
+@contextlib.contextmanager
+def label(name: str) -> Iterator[None]:
+    """Name the collectives issued inside; those of ``refimpl.collectives`` keep the name in backward."""
+    token = _LABEL.set(name)
+    try:
+        yield
+    finally:
+        _LABEL.reset(token)
+
+
+def current_label() -> str:
+    """The name that ``label`` gave, or an empty one."""
+    return _LABEL.get()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes every collective to ``file``, c10d's or functional, of forward or backward, before it is issued.
+
+    ``roles`` names groups by their ``group_name``. With a ``store`` that all ranks share, the members of a group first
+    agree on the collective, or raise ``DivergenceError``: then no rank pairs wrongly, and none waits for ever.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own switch: its default would import the compiler on the first operator, half a second a rank."""
+        return False
+
+    def __init__(self, rank: int, file: TextIO, roles: Mapping[str, str], store: Any = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rank, self.file, self.roles, self.store = rank, file, roles, store
+        self.issued: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a collective, then let it happen."""
+        if func.namespace in ("c10d", "_c10d_functional") and (operation := _operation(func)) in KNOWN:
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            name, call = self._read(operation, given | (kwargs or {}))
+            print(call.dumps(), file=self.file, flush=True)
+            self.issued[name] += 1
+            if self.store is not None:
+                self._agree(call, f"{name}/{self.issued[name]}", self.store)
+        return func(*args, **(kwargs or {}))
+
+    def end(self, how: str) -> None:
+        """Tell the others that nothing more will come."""
+        if self.store is not None:
+            self.store.set(f"end/{self.rank}", how)
+
+    def _read(self, operation: str, given: Mapping[str, Any]) -> tuple[str, Call]:
+        tensor = next(_tensors(given.get(n) for n in ("input", "input_tensor", "input_tensors", "tensors")), None)
+        group: Any = given.get("group_name")  # of a functional collective
+        if group is None:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        elif isinstance(group, str):
+            group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        reduction, name = given.get("reduce_op", ""), group.group_name
+        if not isinstance(reduction, str):
+            reduction = dist.ReduceOp.RedOpType(reduction.op()).name.lower()
+        shape = () if tensor is None else tuple(tensor.shape)
+        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        role, members = self.roles.get(name, name), tuple(dist.get_process_group_ranks(group))
+        return name, Call(operation, reduction, shape, dtype, role, members, phase, current_label())
+
+    def _agree(self, call: Call, key: str, store: Any) -> None:
+        """Wait until every member has issued something here, or has ended; raise unless it is the same."""
+        store.set(f"{key}/{self.rank}", call.dumps())
+        for other in set(call.members) - {self.rank}:
+            while True:
+                ended = store.check([f"end/{other}"])  # asked first: what was issued before the end is there by then
+                if store.check([f"{key}/{other}"]):
+                    issues = Call.loads(store.get(f"{key}/{other}"))
+                    break
+                if ended:
+                    how = store.get(f"end/{other}").decode()
+                    raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues nothing more, it {how}")
+                time.sleep(0.001)
+            if not call.fits(issues):
+                raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues {issues}")
+
+
+def _operation(func: Any) -> str:
+    """The name that people call an operator by: all_gather for ``_allgather_base_``."""
+    name = str(func._opname).strip("_")
+    for end in ("_base", "_coalesced", "_tensor", "_into", "_single"):
+        name = name.removesuffix(end)
+    return SPELT.get(name, name)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(value)
