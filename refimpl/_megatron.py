@@ -8,3 +8,6 @@ from unittest import mock
 with warnings.catch_warnings(), mock.patch("torch.compile", lambda fn, *_, **__: fn):
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as parallel_state
+    from megatron.core.models.gpt import GPTModel as GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig as TransformerConfig

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN = (
     "all_reduce",
@@ -30,6 +30,7 @@ KNOWN = (
     "barrier",
 )
 SPELT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+KEY = "ADInplaceOrView"  # in the dispatcher below autograd and above every device, in forward and backward
 UNEVEN = ("all_to_all", "gather", "scatter")  # whose shapes may differ from rank to rank
 _LABEL: ContextVar[str] = ContextVar("label", default="")
 
@@ -148,33 +149,48 @@ def current_label() -> str:
     return _LABEL.get()
 
 
-class Recorder(TorchDispatchMode):
-    """Writes every collective to ``file``, c10d's or functional, of forward or backward, before it is issued.
+class Recorder:
+    """Within ``with``, writes every collective to ``file``, of forward or backward, before it is issued.
 
-    ``roles`` names groups by their ``group_name``. With a ``store`` that all ranks share, the members of a group first
-    agree on the collective, or raise ``DivergenceError``: then no rank pairs wrongly, and none waits for ever.
+    It stands in the dispatcher before torch's operators for collectives, c10d's and the functional ones; all other
+    operators run as fast as ever. ``roles`` names groups by their ``group_name``. With a ``store`` that all ranks
+    share, the members of a group first agree on the collective, or raise ``DivergenceError``: then no rank pairs
+    wrongly, and none waits for ever.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch's own switch: its default would import the compiler on the first operator, half a second a rank."""
-        return False
-
     def __init__(self, rank: int, file: TextIO, roles: Mapping[str, str], store: Any = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.rank, self.file, self.roles, self.store = rank, file, roles, store
         self.issued: Counter[str] = Counter()
+        self.hooks: list[Any] = []
+        self.inside = False  # of an operator that is made of others
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __enter__(self) -> "Recorder":
+        names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+        for space in ("c10d", "_c10d_functional"):
+            self.hooks.append(hook := torch.library.Library(space, "IMPL", KEY))  # type: ignore[no-untyped-call]
+            for name in {name for owner, name in names if owner == space and _operation(name) in KNOWN}:
+                operator = getattr(getattr(torch.ops, space), name).default
+                hook.impl(name, partial(self._issue, operator), KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self.hooks:
+            self.hooks.pop()._destroy()
+
+    def _issue(self, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a collective, then let it happen."""
-        if func.namespace in ("c10d", "_c10d_functional") and (operation := _operation(func)) in KNOWN:
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            name, call = self._read(operation, given | (kwargs or {}))
-            print(call.dumps(), file=self.file, flush=True)
-            self.issued[name] += 1
-            if self.store is not None:
-                self._agree(call, f"{name}/{self.issued[name]}", self.store)
-        return func(*args, **(kwargs or {}))
+        outermost, self.inside = not self.inside, True
+        try:
+            if outermost:
+                given = {a.name: value for a, value in zip(operator._schema.arguments, args, strict=False)}
+                name, call = self._read(_operation(operator._opname), given | kwargs)
+                print(call.dumps(), file=self.file, flush=True)
+                self.issued[name] += 1
+                if self.store is not None:
+                    self._agree(call, f"{name}/{self.issued[name]}", self.store)
+            return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        finally:
+            self.inside = not outermost
 
     def end(self, how: str) -> None:
         """Tell the others that nothing more will come."""
@@ -182,7 +198,9 @@ class Recorder(TorchDispatchMode):
             self.store.set(f"end/{self.rank}", how)
 
     def _read(self, operation: str, given: Mapping[str, Any]) -> tuple[str, Call]:
-        tensor = next(_tensors(given.get(n) for n in ("input", "input_tensor", "input_tensors", "tensors")), None)
+        tensor = next(
+            _tensors(given.get(n) for n in ("input", "inputs", "input_tensor", "input_tensors", "tensors")), None
+        )
         group: Any = given.get("group_name")  # of a functional collective
         if group is None:
             group = dist.ProcessGroup.unbox(given["process_group"])
@@ -214,10 +232,10 @@ class Recorder(TorchDispatchMode):
                 raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues {issues}")
 
 
-def _operation(func: Any) -> str:
+def _operation(operator: str) -> str:
     """The name that people call an operator by: all_gather for ``_allgather_base_``."""
-    name = str(func._opname).strip("_")
-    for end in ("_base", "_coalesced", "_tensor", "_into", "_single"):
+    name = operator.strip("_")
+    for end in ("_out", "_coalesced", "_base", "_tensor", "_into", "_single"):
         name = name.removesuffix(end)
     return SPELT.get(name, name)
 

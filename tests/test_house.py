@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "_megatron": set(),
     "_rank": {"_megatron", "recorder"},
     "ranks": {"_rank", "_server", "recorder"},
+    "model": {"_megatron", "collectives", "entropy", "layout", "loss", "ranks", "recorder", "slicing"},
+    "rl": {"collectives", "layout", "loss", "model", "ranks", "recorder"},
     "history": {"collectives", "entropy", "layout", "ranks", "recorder", "slicing"},
     "diagrams": {"layout", "recorder"},
     "bench": {"_cpu", "entropy", "history", "layout", "ranks", "slicing"},
