@@ -172,6 +172,28 @@ def timeline(records: Sequence[Record], title: str) -> Drawing:
     return Drawing(figure, f"{title}\n{table(records)}")
 
 
+def curves(panels: dict[str, dict[str, Sequence[float]]]) -> Drawing:
+    """Values step by step, a panel for each key of ``panels`` and a line for each name in it; later lines are dashed.
+
+    The text twin gives each line's mean over its first and its last five steps.
+    """
+    figure, lines = Figure((4.2 * len(panels), 2.6)), []
+    for number, (title, named) in enumerate(panels.items()):
+        axes = figure.add_axes(((number + 0.11) / len(panels), 0.17, 0.83 / len(panels), 0.71))
+        for order, (name, values) in enumerate(named.items()):
+            axes.plot(
+                values, color=("black", COLOURS[1])[order % 2], lw=1.6 + order, ls=("-", ":")[order % 2], label=name
+            )
+            first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
+            lines.append(f"{title:10} {name:10} first five steps {first:6.2f}   last five {last:6.2f}")
+        axes.set_title(title, fontsize=9, weight="bold", loc="left")
+        axes.set_xlabel("step", fontsize=7)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return Drawing(figure, "\n".join(lines))
+
+
 def show_error(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call ``fn`` and print the type and first line of what it raises; an ``AssertionError`` if it raises nothing."""
     try:
