@@ -61,7 +61,9 @@ def bench_redistribute(runs: int, samples: int, cp: int) -> None:
     random.seed(0)
     lengths = [(random.randint(50, 500), random.randint(100, 2000)) for _ in range(samples)]
     batch = Batch([p + r for p, r in lengths], [r for _, r in lengths])
-    outcomes = ranks.observe(exchange, Layout(batch, cp_split="contiguous", cp_size=cp), runs, cp=cp)
+    outcomes = ranks.observe(exchange, Layout(batch, cp_split="contiguous", cp_size=cp), runs, cp=cp, timeout=3600)
+    if outcomes[0].status != "returned":
+        raise ranks.RankError(outcomes)
     tokens, calls = sum(batch.response_lengths), [call for outcome in outcomes for call in outcome.calls]
     print(
         f"log-prob and entropy in fp32 from allgather to zigzag, cp {cp}, {samples} samples, {tokens} response tokens"

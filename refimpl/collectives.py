@@ -3,7 +3,7 @@
 What is the gradient of a collective? It depends on the loss that follows (contract C8). *Own-slice loss*: each rank's
 loss counts its own part and the real loss is their sum, so backward sums over the ranks. *Replicated loss*: every rank
 computes the same, whole loss, so backward keeps this rank's gradient alone. One for the other is a factor of the
-group's size, in silence. An exchange has no such choice: what came from a rank goes back to it.
+group's size, in silence. No second derivatives. An exchange has no such choice: what came from a rank goes back to it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from refimpl.layout import Layout
 from refimpl.recorder import current_label, label
@@ -37,8 +38,10 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
     ``"replicated"`` takes this rank's own slice of the gradient and issues nothing.
 
     Raises:
-        ValueError: another ``loss``.
+        ValueError: another ``loss``, or a scalar ``x``.
     """
+    if x.dim() == 0:
+        raise ValueError("a scalar has no rows to gather; pass x[None]")
     return _AllGather.apply(x, group, _checked(loss))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -60,11 +63,16 @@ def redistribute(
         for each key the pieces under ``target``; with gradient if the key's pieces came with it.
 
     Raises:
-        ValueError: a piece does not fit the layout, dtypes differ, or the two layouts differ in batch or cp_size.
+        ValueError: a piece does not fit the layout, dtypes differ, the two layouts differ in batch or cp_size, or this
+            rank of ``group`` is not ``cp_rank``.
     """
-    _fit(keys, layout, target, cp_rank)
-    if not keys or not len(layout.batch):
-        return [[] for _ in keys]
+    lists = [list(pieces) for pieces in keys]
+    _fit(lists, layout, target, cp_rank)
+    if not lists or not len(layout.batch):
+        return [[] for _ in lists]
+    if (dist.get_world_size(group), dist.get_rank(group)) != (layout.cp_size, cp_rank):
+        here = f"rank {dist.get_rank(group)} of a group of {dist.get_world_size(group)}"
+        raise ValueError(f"cp_rank {cp_rank} of {layout.cp_size} in the layout, but {here}")
     held = [_indices(layout, rank) for rank in range(layout.cp_size)]
     owner = torch.empty(sum(layout.batch.response_lengths), dtype=torch.int64)
     for rank in range(target.cp_size):
@@ -72,12 +80,12 @@ def redistribute(
     goes = owner[held[cp_rank]]
     comes = [indices[owner[indices] == cp_rank] for indices in held]
     send, receive = torch.bincount(goes, minlength=layout.cp_size).tolist(), [len(indices) for indices in comes]
-    device = keys[0][0].device
-    flat = torch.stack([torch.cat(list(pieces)) for pieces in keys], 1)
+    device = lists[0][0].device
+    flat = torch.stack([torch.cat(pieces) for pieces in lists], 1)
     moved = _AllToAll.apply(flat[goes.argsort(stable=True).to(device)], send, receive, group)  # type: ignore[no-untyped-call]
     lengths = [sum(span.length for span in spans) for spans in target.response_spans(cp_rank)]
     columns = moved[torch.cat(comes).argsort().to(device)].unbind(1)
-    wanted = [any(piece.requires_grad for piece in pieces) for pieces in keys]
+    wanted = [any(piece.requires_grad for piece in pieces) for pieces in lists]
     return [list((c if g else c.detach()).split(lengths)) for c, g in zip(columns, wanted, strict=True)]
 
 
@@ -94,7 +102,9 @@ def _indices(layout: Layout, rank: int) -> Tensor:
 def _fit(keys: Sequence[Sequence[Tensor]], layout: Layout, target: Layout, cp_rank: int) -> None:
     if (target.batch, target.cp_size) != (layout.batch, layout.cp_size):
         raise ValueError(f"{target} is not a layout of the same batch and cp_size as {layout}")
-    for pieces in keys:
+    for number, pieces in enumerate(keys):
+        if len(pieces) != len(layout.batch):
+            raise ValueError(f"key {number}: {len(pieces)} pieces for {len(layout.batch)} samples")
         for i, (piece, spans) in enumerate(zip(pieces, layout.response_spans(cp_rank), strict=True)):
             rows = sum(span.length for span in spans)
             if not isinstance(piece, Tensor) or piece.shape != (rows,) or piece.dtype != keys[0][0].dtype:
@@ -118,6 +128,7 @@ class _AllReduce(torch.autograd.Function):
         return summed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
         gradient = incoming[0].clone(memory_format=torch.contiguous_format)  # it may be expanded, or someone else's
         if ctx.loss == "own slice":
@@ -135,9 +146,10 @@ class _AllGather(torch.autograd.Function):
         return gathered.flatten(0, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
         size = dist.get_world_size(ctx.group)
-        parts = incoming[0].contiguous().view(size, -1, *incoming[0].shape[1:])
+        parts = incoming[0].contiguous().view(size, incoming[0].shape[0] // size, *incoming[0].shape[1:])
         if ctx.loss == "replicated":
             return parts[dist.get_rank(ctx.group)], None, None
         with label(ctx.label):
@@ -155,7 +167,9 @@ class _AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
         with label(ctx.label):
-            gradient = _AllToAll.apply(incoming[0], ctx.receive, ctx.send, ctx.group)  # type: ignore[no-untyped-call]
+            gradient = incoming[0].new_empty(sum(ctx.send), *incoming[0].shape[1:])
+            dist.all_to_all_single(gradient, incoming[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
         return gradient, None, None, None

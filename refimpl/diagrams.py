@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refimpl.layout import Layout
-from refimpl.recorder import Record, first_difference, table
+from refimpl.recorder import Record, first_difference, table, window
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7")  # Okabe and Ito's, apart for colour-blind readers too
 GREY, RED, LANE = "#666666", "#C0392B", 1.5
@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {"svg.hashsalt": "refimpl", "svg.fonttype": "path", "fon
 PICTURE_KEY = (
     "letter: sample   number: position   hatched: prompt   framed: predicting row   →: what it scores   empty: padding"
 )
-TIMELINE_KEY = "blue: forward   orange, hatched: backward   boxes below each other meet   red: the first difference"
+TIMELINE_KEY = "blue: forward   orange, hatched: backward   thick red: the first difference"
 TEXT_KEY = "a0: prompt    A2: response    [A2]: predicting row, scores the next position    . : padding"
 
 
@@ -147,28 +147,32 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> 
 
 
 def timeline(records: Sequence[Record], title: str) -> Drawing:
-    """What each rank issued, in order: a box per collective, with the one missing or at odds marked; a lane per rank.
+    """What each rank issued, in order: a lane per rank, a box per collective, those missing or at odds marked.
 
-    The n-th boxes of the ranks stand below each other: these are the ones that meet.
+    The n-th boxes of the ranks stand below each other. With a single group these are the ones that meet.
     """
-    steps = max(len(record.calls) for record in records)
-    difference = first_difference(records)
-    odd = difference.steps if difference else {}
-    figure, axes = _canvas(len(records), 5 * steps + 6, title)
+    shown, difference = window(records), first_difference(records)
+    figure, axes = _canvas(len(records), 5 * len(shown) + 8, title)
     for rank, record in enumerate(records):
-        for step, call in enumerate(record.calls):
-            backward, text = call.phase == "backward", f"{call.operation}\n{call.label}".strip()
-            _box(axes, 5 * step, rank, 5, text, COLOURS[backward], backward, False)
-        missing = odd.get(rank) == len(record.calls)
-        if rank in odd:
-            x, y, line = 5 * odd[rank], rank * LANE, "--" if missing else "-"
-            axes.add_patch(Rectangle((x + 0.06, y + 0.04), 4.88, 0.92, fill=False, ec=RED, lw=2.4, ls=line))
-            axes.text(x + 2.5, y + 0.5, "missing" * missing, ha="center", va="center", fontsize=7, color=RED)
+        odd, end = difference.steps.get(rank, -1) if difference else -1, len(record.calls)
+        for x, step in enumerate(shown):
+            corner = (5 * x + 0.06, rank * LANE + 0.04)
+            if step < end:
+                backward, call = record.calls[step].phase == "backward", record.calls[step]
+                text = f"{call.operation}\n{call.label}".strip()
+                _box(axes, 5 * x, rank, 5, text, COLOURS[backward], backward, False)
+            elif odd >= 0:
+                axes.text(5 * x + 2.5, rank * LANE + 0.5, "missing", ha="center", va="center", fontsize=7, color=RED)
+                axes.add_patch(Rectangle(corner, 4.88, 0.92, fill=False, ec=RED, lw=1.2, ls="--"))
+            if step == odd:
+                line = "-" if step < end else "--"
+                axes.add_patch(Rectangle(corner, 4.88, 0.92, fill=False, ec=RED, lw=2.6, ls=line))
         word = record.end.removeprefix("raised: ").partition(":")[0]
-        word = "waits in the last one" if record.end.startswith("unfinished: in") else word
+        waits = record.calls and record.end.startswith(f"unfinished: in {record.calls[-1].operation}")
         style = {"va": "center", "fontsize": 7, "color": GREY if word == "returned" else RED}
-        axes.text(5 * (len(record.calls) + missing) + 0.3, rank * LANE + 0.5, word, style)
-    axes.text(0, len(records) * LANE + 0.1, TIMELINE_KEY, fontsize=6.5, va="top", color=GREY)
+        axes.text(5 * len(shown) + 0.3, rank * LANE + 0.5, "waits in its last one" if waits else word, style)
+    key = TIMELINE_KEY + "   boxes below each other meet" * (len({c.members for r in records for c in r.calls}) < 2)
+    axes.text(0, len(records) * LANE + 0.1, key, fontsize=6.5, va="top", color=GREY)
     return Drawing(figure, f"{title}\n{table(records)}")
 
 

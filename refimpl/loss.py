@@ -44,8 +44,8 @@ def token_weights(
         dtype: of the weights.
 
     Returns:
-        ``[R_local]`` each, on the device of the masks. Over all ranks they sum to 1, with each sample of which no token
-        counts missing from the sum; to 0 if no token counts at all.
+        ``[R_local]`` each, on the device of the masks. With the default count they sum to 1 over all ranks if each
+        sample has a token that counts. Per sample, one without such a token takes its share of the sum with it.
 
     Raises:
         ValueError: a mask is not as long as its response, ``per`` is another word, or ``count`` is not positive.
@@ -55,7 +55,7 @@ def token_weights(
         raise ValueError(f"masks of shapes {[list(mask.shape) for mask in masks]} for responses of lengths {lengths}")
     if per not in ("sample", "token") or (count is not None and count < 1):
         raise ValueError(f"per {per!r}, count {count!r}: sample or token, and at least 1")
-    counting = [mask.to(dtype) for mask in masks]
+    counting = [mask.double() for mask in masks]
     tokens = [mask.sum().clamp_min(1) for mask in counting]  # a sample of which nothing counts gives 0, not 0 / 0
     if per == "sample":
         whole = [mask / n / (count or len(masks)) for mask, n in zip(counting, tokens, strict=True)]
@@ -64,7 +64,7 @@ def token_weights(
         whole = [mask / max(every, 1) for mask in counting]
     firsts = map(layout.batch.first_predicting, range(len(masks)))
     return [
-        torch.cat([mask[s.position - first : s.position - first + s.length] for s in spans])
+        torch.cat([mask[s.position - first : s.position - first + s.length] for s in spans]).to(dtype)
         for mask, first, spans in zip(whole, firsts, layout.response_spans(cp_rank), strict=True)
     ]
 
@@ -73,7 +73,11 @@ def weighted_sum(pieces: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """This rank's share of the mean, a scalar attached to the graph of every piece, whatever it holds.
 
     A token of weight 0 adds exactly 0, and its gradient is 0, even where its value is infinite or NaN.
+
+    Raises:
+        ValueError: the lists are not aligned sample by sample, or there is no sample.
     """
+    _aligned(weights, pieces=pieces)
     values, weight = torch.cat(list(pieces)), torch.cat(list(weights))
     return (values.masked_fill(weight == 0, 0) * weight).sum()
 
@@ -91,7 +95,8 @@ def policy_loss(
     """This rank's share of PPO's clipped loss (arXiv 1707.06347) minus the entropy bonus; a scalar to call backward on.
 
     Per token ``-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) - entropy_coefficient * entropy``, where ratio is
-    e^(log-prob - old log-prob) and A the advantage of the token's sample.
+    e^(log-prob - old log-prob) and A the advantage of the token's sample. The difference is held within 20 either way,
+    so that no ratio is infinite.
 
     Args:
         log_probs: pieces ``[R_local]`` of each sample. ``old_log_probs``, ``weights`` and ``entropies`` are aligned
@@ -100,13 +105,14 @@ def policy_loss(
         entropy_coefficient: 0 needs no ``entropies``.
 
     Raises:
-        ValueError: a coefficient without entropies, or lists of different lengths.
+        ValueError: a coefficient without entropies, lists that are not aligned, or no sample.
     """
     if entropy_coefficient and entropies is None:
         raise ValueError(f"entropy_coefficient {entropy_coefficient} without entropies")
+    _aligned(weights, log_probs=log_probs, old_log_probs=old_log_probs)
     surrogates = []
     for new, old, advantage, weight in zip(log_probs, old_log_probs, advantages, weights, strict=True):
-        ratio = (new - old).masked_fill(weight == 0, 0).exp()  # masked before the exp, whose gradient may be infinite
+        ratio = (new - old).masked_fill(weight == 0, 0).clamp(-20, 20).exp()  # before the exp: it may be infinite
         surrogates.append(-torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage))
     loss = weighted_sum(surrogates, weights)
     if entropies is None or not entropy_coefficient:
@@ -120,5 +126,17 @@ def group_advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     ``rewards`` ``[prompts, responses]`` floating in, the same shape out: (r - mean) / (std + eps) along the responses,
     0 where all rewards are equal. The deviation divides by n; some frameworks divide by n - 1.
     """
-    deviation = rewards.std(1, correction=0, keepdim=True)
-    return (rewards - rewards.mean(1, keepdim=True)) / (deviation + eps)
+    above = rewards - rewards.mean(1, keepdim=True)
+    alike = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)  # rounding of the mean is no advantage
+    return (above / (above.square().mean(1, keepdim=True).sqrt() + eps)).masked_fill(alike, 0)
+
+
+def _aligned(weights: Sequence[Tensor], **lists: Sequence[Tensor]) -> None:
+    if not weights:
+        raise ValueError("a loss of no sample")
+    for name, pieces in lists.items():
+        shapes = [[list(piece.shape) for piece in some] for some in (weights, pieces)]
+        if shapes[0] != shapes[1]:
+            i = next((i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b), min(map(len, shapes)))
+            found = [some[i] if i < len(some) else "no piece" for some in shapes]
+            raise ValueError(f"sample {i}: {name} {found[1]}, weights {found[0]}")

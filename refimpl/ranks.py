@@ -11,6 +11,7 @@ that one rank skipped leaves the others waiting, and the report says where. Linu
 """
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from refimpl import _rank, _server, recorder
 from refimpl._rank import Outcome as Outcome
 from refimpl._rank import Rank as Rank
 
-HIDDEN = ("_rank.py", "recorder.py", "collectives.py")  # whose frames tell nobody where a rank is
+HIDDEN = ("recorder.py", "collectives.py")  # whose frames tell nobody where a rank is
 GRACE = 0.5  # seconds that the other ranks get, once one has failed, to report their own end
 START_METHOD = "forkserver"  # "spawn" works too, but every rank then imports torch and megatron-core anew
 
@@ -64,16 +65,20 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     outcome: Outcome | None = None
+    ready: bool = False  # it has met the others
 
     @property
     def status(self) -> str:
         return self.outcome.status if self.outcome else "unfinished"
 
     def hear(self) -> None:
-        """Take the report, or notice that none will come."""
+        """Take the word that it is ready, or its report, or notice that none will come."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             if self.pipe.poll():
-                self.outcome = self.pipe.recv()
+                if (said := self.pipe.recv()) == "ready":
+                    self.ready = True
+                else:
+                    self.outcome = said
                 return
         self.process.join(GRACE)
         code = self.process.exitcode or 0
@@ -85,6 +90,8 @@ class _Child:
         """The outcome, complete with what lies in ``folder``."""
         value, output, errors, stack = (folder / f"rank-{self.rank}.{end}" for end in ("value", "out", "err", "stack"))
         outcome = self.outcome or Outcome(self.rank, "unfinished", *self.where(stack))
+        if outcome.status == "unfinished" and not self.ready:
+            outcome = replace(outcome, reason=f"had not met the others, {outcome.reason}")
         if outcome.status == "died":
             outcome = replace(outcome, details="\n".join(errors.read_text(errors="replace").splitlines()[-20:]))
         if outcome.status == "returned":
@@ -105,6 +112,7 @@ class _Child:
                 stack = file.read_text()[len(before) :]
                 if stack.endswith(("in <module>\n", "...\n")):
                     frames = re.findall(r'File "(.*)", line \d+ in (\w+)\n', stack)
+                    frames = list(itertools.takewhile(lambda f: Path(f[0]).name != "_rank.py", frames))
                     frames = [f for f in frames if f[1] != "wrapper" and Path(f[0]).name not in HIDDEN]
                     (_, here), *callers = frames or [("", "start")]
                     ours = [name for source, name in callers if f"{os.sep}torch{os.sep}" not in source]
@@ -133,10 +141,10 @@ def run(
         *args: passed on to ``fn``.
         tp: tensor-parallel size.
         cp: context-parallel size; both groups are megatron-core's ``parallel_state``.
-        timeout: seconds for the whole run once the processes are started.
+        timeout: seconds for ``fn``, counted from when all ranks have met; for that they have two minutes.
         check: before each collective the ranks of its group agree that all of them issue it. Where they differ each
             one raises ``recorder.DivergenceError`` at once, also where unlike collectives would have paired in silence.
-            Costs some milliseconds a collective.
+            Costs some milliseconds a collective, and is strict: groups of the same ranks count as one.
 
     Raises:
         RankError: a rank raised, died, or had not finished by the deadline. It comes ``GRACE`` seconds after the first
@@ -172,7 +180,7 @@ def observe(
                 children.append(_Child(rank, process, ours))
                 process.start()
                 theirs.close()
-            _listen(children, time.monotonic() + timeout)
+            _listen(children, timeout)
             if all(child.status == "returned" for child in children):
                 for child in children:
                     with contextlib.suppress(OSError):
@@ -193,13 +201,16 @@ def observe(
     return outcomes
 
 
-def _listen(children: list[_Child], deadline: float) -> None:
+def _listen(children: list[_Child], timeout: float) -> None:
     """Wait for every rank's report, until the deadline or shortly after the first failure."""
+    deadline, started = time.monotonic() + _rank.STARTUP, False
     while any(c.status == "unfinished" for c in children) and (left := deadline - time.monotonic()) > 0:
         pipes = [c.pipe for c in children if c.status == "unfinished"]
         ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], min(left, 3600))
         for child in children:
             if child.pipe in ready or child.process.sentinel in ready:
                 child.hear()
-                if child.status != "returned":
+                if child.status in ("raised", "died"):
                     deadline = min(deadline, time.monotonic() + GRACE)
+        if not started and all(child.ready for child in children):
+            started, deadline = True, time.monotonic() + timeout

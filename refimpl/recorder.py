@@ -18,38 +18,33 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import torch.distributed as dist
 
-KNOWN = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-)
+EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier", "monitored_barrier")
 SPELT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 KEY = "ADInplaceOrView"  # in the dispatcher below autograd and above every device, in forward and backward
-UNEVEN = ("all_to_all", "gather", "scatter")  # whose shapes may differ from rank to rank
+UNEVEN = {"all_to_all": 1, "gather": None, "scatter": None}  # from which dimension on the shapes must agree, if any
+KNOWN = (*EVEN, *UNEVEN)
 _LABEL: ContextVar[str] = ContextVar("label", default="")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank: what it passed in, over which group (its role, and its ranks in the world)."""
+    """One collective of one rank: what it passed in, and over which group: its role, ranks in the world, and name.
+
+    ``how`` is the reduction, and the root where there is one. Several tensors of different shapes count by their sizes.
+    """
 
     operation: str
-    reduction: str
+    how: str
     shape: tuple[int, ...]
     dtype: str
     group: str
     members: tuple[int, ...]
     phase: str
     label: str
+    name: str = ""
 
     def __str__(self) -> str:
-        what = " ".join(filter(None, (self.operation, self.reduction)))
+        what = " ".join(filter(None, (self.operation, self.how)))
         named = f", {self.label}" if self.label else ""
         return f"{self.phase:8} {what} over {self.group}: {list(self.shape)} {self.dtype}{named}"
 
@@ -65,8 +60,12 @@ class Call:
 
     def fits(self, other: "Call | None") -> bool:
         """Whether two ranks mean the same collective. Only the label tells apart two reduces of the same size."""
-        names = ("operation", "reduction", "dtype", "phase", "label", *["shape"] * (self.operation not in UNEVEN))
-        return other is not None and all(getattr(self, name) == getattr(other, name) for name in names)
+        return other is not None and self._meant() == other._meant()
+
+    def _meant(self) -> tuple[object, ...]:
+        start = UNEVEN.get(self.operation, 0)
+        tensor = () if start is None else (self.dtype, len(self.shape), self.shape[start:])
+        return self.operation, self.how, self.phase, self.label, self.name, tensor
 
 
 @dataclass(frozen=True)
@@ -107,31 +106,38 @@ def first_difference(records: Sequence[Record]) -> Difference | None:
 
 def table(records: Sequence[Record]) -> str:
     """Step by step what the ranks issued, ranks alike on one line; of equal steps only the last few."""
-    difference = first_difference(records)
-    marked = min(difference.steps.values()) if difference else -1
-    lines = []
-    steps = max(len(record.calls) for record in records)
-    start = max(0, (marked if difference else steps) - 6)
-    if start:
-        lines.append(f"{'1' if start == 1 else f'1-{start}':>5}  left out: no difference")
-    for step in range(start, steps):
+    difference, steps = first_difference(records), max(len(record.calls) for record in records)
+    shown = window(records)
+    lines = [f"{f'1-{shown.start}':>5}  left out: no difference"] if shown.start else []
+    for step in shown:
         texts = [str(record.calls[step]) if step < len(record.calls) else "nothing" for record in records]
-        mark = f"   <- first difference, over {difference.group}" if difference and step == marked else ""
-        lines += _together(str(step + 1), texts, mark)
+        if difference:
+            mark = f"   <- first difference, over {difference.group}"
+            texts = [text + mark * (difference.steps.get(rank) == step) for rank, text in enumerate(texts)]
+        lines += _together(str(step + 1), texts)
+    lines += [f"{'':5}  and so on, up to {steps}"] if shown.stop < steps else []
     return "\n".join([*lines, *_together("end", [textwrap.shorten(r.end, 100) for r in records])])
 
 
-def _together(head: str, texts: Sequence[str], mark: str = "") -> Iterator[str]:
+def window(records: Sequence[Record]) -> range:
+    """The steps to show: some before the first difference and some after it, or else the last ones."""
+    difference, steps = first_difference(records), max(len(record.calls) for record in records)
+    if difference is None:
+        return range(max(0, steps - 12), steps)
+    return range(max(0, min(difference.steps.values()) - 6), min(steps, max(difference.steps.values()) + 7))
+
+
+def _together(head: str, texts: Sequence[str]) -> Iterator[str]:
     """One line for each different text, with the ranks that have it."""
     width = 9 + 3 * max(0, len(texts) - 2)
     for number, text in enumerate(dict.fromkeys(texts)):
         who = [str(rank) for rank, other in enumerate(texts) if other == text]
         names = "all ranks" if len(who) == len(texts) else f"rank{'s' * (len(who) > 1)} {', '.join(who)}"
-        yield f"{head if number == 0 else '':>5}  {names:{width}}  {text}{'' if number else mark}"
+        yield f"{head if number == 0 else '':>5}  {names:{width}}  {text}"
 
 
 class DivergenceError(RuntimeError):
-    """Raised on a rank in place of a collective that another member of the group does not issue."""
+    """Raised on a rank in place of a collective, where another member of the group issues another one or none."""
 
 
 @contextlib.contextmanager
@@ -154,13 +160,13 @@ class Recorder:
 
     It stands in the dispatcher before torch's operators for collectives, c10d's and the functional ones; all other
     operators run as fast as ever. ``roles`` names groups by their ``group_name``. With a ``store`` that all ranks
-    share, the members of a group first agree on the collective, or raise ``DivergenceError``: then no rank pairs
-    wrongly, and none waits for ever.
+    share, those who would meet first agree on the collective, or raise ``DivergenceError``: then no rank pairs wrongly,
+    and none waits for one that has ended. Point-to-point calls are not recorded.
     """
 
     def __init__(self, rank: int, file: TextIO, roles: Mapping[str, str], store: Any = None) -> None:
         self.rank, self.file, self.roles, self.store = rank, file, roles, store
-        self.issued: Counter[str] = Counter()
+        self.issued: Counter[tuple[int, ...]] = Counter()
         self.hooks: list[Any] = []
         self.inside = False  # of an operator that is made of others
 
@@ -183,11 +189,11 @@ class Recorder:
         try:
             if outermost:
                 given = {a.name: value for a, value in zip(operator._schema.arguments, args, strict=False)}
-                name, call = self._read(_operation(operator._opname), given | kwargs)
+                call = self._read(operator._opname, given | kwargs)
                 print(call.dumps(), file=self.file, flush=True)
-                self.issued[name] += 1
+                self.issued[call.members] += 1
                 if self.store is not None:
-                    self._agree(call, f"{name}/{self.issued[name]}", self.store)
+                    self._agree(call, f"{call.members}/{self.issued[call.members]}", self.store)
             return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
         finally:
             self.inside = not outermost
@@ -197,23 +203,27 @@ class Recorder:
         if self.store is not None:
             self.store.set(f"end/{self.rank}", how)
 
-    def _read(self, operation: str, given: Mapping[str, Any]) -> tuple[str, Call]:
-        tensor = next(
-            _tensors(given.get(n) for n in ("input", "inputs", "input_tensor", "input_tensors", "tensors")), None
-        )
+    def _read(self, operator: str, given: Mapping[str, Any]) -> Call:
+        names = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
+        tensors = list(_tensors(given.get(name) for name in names))
         group: Any = given.get("group_name")  # of a functional collective
         if group is None:
             group = dist.ProcessGroup.unbox(given["process_group"])
         elif isinstance(group, str):
             group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        reduction, name = given.get("reduce_op", ""), group.group_name
-        if not isinstance(reduction, str):
-            reduction = dist.ReduceOp.RedOpType(reduction.op()).name.lower()
-        shape = () if tensor is None else tuple(tensor.shape)
-        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        how = given.get("reduce_op", "")
+        if not isinstance(how, str):
+            how = dist.ReduceOp.RedOpType(how.op()).name.lower()
+        root = given.get("root_rank", given.get("src"))
+        how += "" if root is None else f" root {root}"
+        shape = tuple(tensors[0].shape) if tensors else ()
+        if "coalesced" in operator or len({tensor.shape for tensor in tensors}) > 1:
+            shape = tuple(tensor.numel() for tensor in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-        role, members = self.roles.get(name, name), tuple(dist.get_process_group_ranks(group))
-        return name, Call(operation, reduction, shape, dtype, role, members, phase, current_label())
+        role, members = self.roles.get(group.group_name, group.group_name), tuple(dist.get_process_group_ranks(group))
+        tensor = (_operation(operator), how.strip(), shape, dtype)
+        return Call(*tensor, role, members, phase, current_label(), group.group_name)
 
     def _agree(self, call: Call, key: str, store: Any) -> None:
         """Wait until every member has issued something here, or has ended; raise unless it is the same."""

@@ -69,6 +69,64 @@ def test_a_sub_group_and_strides() -> None:
         assert gradient == [[2.0, 2.0]] * 3
 
 
+def test_all_reduce_over_a_sub_group_of_other_strides_leaves_the_callers_tensors_alone() -> None:
+    def body(me: Rank) -> Any:
+        values = torch.arange(6.0).view(2, 3) + 10 * me.rank
+        x = (values if me.cp_rank else values.t().contiguous().t()).requires_grad_()
+        y = collectives.all_reduce(x, me.cp_group, loss="own slice")
+        incoming = torch.full((2, 3), 1.0 + me.rank)
+        y.backward(incoming)  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return y.tolist(), x.grad.tolist(), incoming.tolist(), values.tolist()
+
+    values = torch.arange(6.0).view(2, 3)
+    for rank, (y, gradient, incoming, kept) in enumerate(ranks.run(body, tp=2, cp=2)):
+        pair = (0, 2) if rank in (0, 2) else (1, 3)
+        assert y == sum(values + 10 * other for other in pair).tolist()  # type: ignore[union-attr]
+        assert gradient == torch.full((2, 3), 2.0 + sum(pair)).tolist()
+        assert incoming == torch.full((2, 3), 1.0 + rank).tolist()
+        assert kept == (values + 10 * rank).tolist()
+
+
+def test_a_replicated_gather_over_a_sub_group() -> None:
+    def body(me: Rank) -> list[float]:
+        x = torch.zeros(1, requires_grad=True)
+        y = collectives.all_gather(x, me.cp_group, loss="replicated")
+        (y * torch.tensor([3.0, 5.0])).sum().backward()  # type: ignore[no-untyped-call]
+        return x.grad.tolist()  # type: ignore[union-attr, no-any-return]
+
+    assert ranks.run(body, tp=2, cp=2) == [[3.0], [3.0], [5.0], [5.0]]
+
+
+def test_an_empty_gather() -> None:
+    def body(me: Rank) -> tuple[list[int], list[int]]:
+        x = torch.zeros(3, 0, requires_grad=True)
+        y = collectives.all_gather(x, me.cp_group, loss="own slice")
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        return list(y.shape), list(x.grad.shape)  # type: ignore[union-attr]
+
+    assert ranks.run(body, cp=2) == [([6, 0], [3, 0])] * 2
+    with pytest.raises(ValueError, match="a scalar has no rows"):
+        collectives.all_gather(torch.ones(()), None, loss="replicated")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "redistribute"])
+def test_a_second_derivative_is_an_error(collective: str) -> None:
+    def body(me: Rank) -> None:
+        layout = Layout(Batch([8], [6]), "thd", "contiguous", 2)
+        x = torch.full((layout.rows,), 2.0, requires_grad=True)
+        if collective == "redistribute":
+            keys = [slicing.response_pieces(x**3, layout, me.cp_rank)]
+            y = torch.cat(redistribute(keys, layout, layout.as_zigzag(), me.cp_rank, me.cp_group)[0])
+        else:
+            y = getattr(collectives, collective)(x**3, me.cp_group, loss="own slice")
+        (gradient,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        gradient.sum().backward()
+
+    for outcome in ranks.observe(body, cp=2):
+        assert "once_differentiable" in outcome.reason, outcome.summary
+
+
 def test_a_convention_must_be_named() -> None:
     with pytest.raises(TypeError, match="loss"):
         collectives.all_reduce(torch.ones(1), None)  # type: ignore[call-arg, arg-type]
@@ -257,14 +315,29 @@ def test_nan_and_infinity_travel_alone() -> None:
         ("dtype", r"sample 0: a piece is \[1\] torch.float64; rank 0 of .* holds \[1\] torch.float32"),
         ("none", r"sample 0: a piece is None; rank 0 of"),
         ("batch", "thd, zigzag CP, cp_size 2 is not a layout of the same batch and cp_size"),
+        ("cp_size", "thd, zigzag CP, cp_size 4 is not a layout of the same batch and cp_size"),
+        ("number", "key 1: 2 pieces for 1 samples"),
     ],
 )
 def test_bad_input_is_an_error_before_anyone_waits(what: str, message: str) -> None:
     layout = Layout(Batch([4], [2]), "thd", "contiguous", 2)
-    target = Layout(Batch([5], [2]), cp_size=2) if what == "batch" else layout.as_zigzag()
-    second: Any = {"length": torch.ones(3), "dtype": torch.ones(1).double(), "none": None, "batch": torch.ones(1)}[what]
+    targets = {"batch": Layout(Batch([5], [2]), cp_size=2), "cp_size": Layout(layout.batch, cp_size=4)}
+    seconds: Any = {"length": [torch.ones(3)], "dtype": [torch.ones(1).double()], "none": [None]}
+    seconds["number"] = [torch.ones(1), torch.ones(1)]
+    keys = [[torch.ones(1)], seconds.get(what, [torch.ones(1)])]
     with pytest.raises(ValueError, match=message):
-        redistribute([[torch.ones(1)], [second]], layout, target, 0, None)  # type: ignore[arg-type]
+        redistribute(keys, layout, targets.get(what, layout.as_zigzag()), 0, None)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_is_another_than_it_says() -> None:
+    def body(me: Rank) -> None:
+        layout = Layout(Batch([4], [2]), "thd", "contiguous", 2)
+        pieces = slicing.response_pieces(torch.ones(layout.rows), layout, 1)
+        redistribute([pieces], layout, layout.as_zigzag(), 1, me.cp_group)
+
+    assert ranks.observe(body, cp=2)[0].reason == (
+        "ValueError: cp_rank 1 of 2 in the layout, but rank 0 of a group of 2"
+    )
 
 
 def test_no_sample_and_no_key() -> None:

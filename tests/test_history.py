@@ -99,6 +99,16 @@ def test_a_rank_that_holds_nothing_has_no_gradient_or_zeros(step: str, batch: st
             assert gradient is None if absent else gradient is not None
 
 
+@pytest.mark.parametrize(
+    ("step", "asks"), [("#1788", False), ("#1822", True), ("#1846", True), ("#2153", False), ("#2123", False)]
+)
+def test_whether_the_entropy_asks_for_a_gradient_at_coefficient_0(step: str, asks: bool) -> None:
+    for outcome in observe(LINE[step], BATCHES["all"], 0.0):
+        assert (outcome.value.of_entropy is not None) == asks
+    for coefficient in (0.01, -0.01):
+        assert LINE[step].entropy_grad(coefficient)
+
+
 def test_wrong_in_silence_then_hanging() -> None:
     """#2153 on one-empty: rank 0's only backward reduce pairs with one more on rank 1, and it returns, wrong."""
     outcomes = observe(LINE["#2153"], BATCHES["one-empty"], 0.0)

@@ -24,6 +24,9 @@ LAYOUTS = [
 """The ten layouts of one batch."""
 
 
+ONE = torch.ones(1)
+
+
 def test_weights_by_hand() -> None:
     layout = Layout(BATCH)
     per_sample = token_weights(MASKS, layout, 0, per="sample", dtype=torch.float64)
@@ -39,6 +42,15 @@ def test_weights_by_hand() -> None:
     ]
     of_ten = token_weights(MASKS, layout, 0, per="token", count=10, dtype=torch.float64)
     assert sum(float(w.sum()) for w in of_ten) == pytest.approx(6 / 10)
+    samples = token_weights(MASKS, layout, 0, per="sample", count=8, dtype=torch.float64)
+    assert samples[1].tolist() == [1 / 8]
+
+
+def test_weights_of_a_long_response_in_half_precision() -> None:
+    layout = Layout(Batch([70_001], [70_000]))
+    (weights,) = token_weights([torch.ones(70_000)], layout, 0, per="token", dtype=torch.float16)
+    assert weights.dtype == torch.float16
+    assert float(weights[0]) == pytest.approx(1 / 70_000, rel=0.01)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -122,6 +134,26 @@ def test_ppo_by_hand(ratio: float, advantage: float, loss: float, gradient: floa
     assert (got.item(), new.grad.item()) == (pytest.approx(loss), pytest.approx(gradient))
 
 
+def test_the_clip_is_the_callers() -> None:
+    new = torch.tensor([math.log(1.5)])
+    assert policy_loss([new], [torch.zeros(1)], [1.0], [ONE], clip=0.4).item() == pytest.approx(-1.4)
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_no_ratio_is_infinite(advantage: float) -> None:
+    new = torch.tensor([100.0], requires_grad=True)
+    loss = policy_loss([new], [torch.zeros(1)], [advantage], [ONE])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx({1.0: -1.2, 0.0: 0.0, -1.0: math.exp(20)}[advantage])
+    assert new.grad is not None
+    assert new.grad.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("count", "reward"), [(3, 1000.1), (7, 0.7), (1, 5.0)])
+def test_equal_rewards_are_no_advantage(count: int, reward: float) -> None:
+    assert group_advantages(torch.full((1, count), reward)).tolist() == [[0.0] * count]
+
+
 def test_advantages_by_hand() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 4.0]], dtype=torch.float64)
     root3 = 3**0.5  # mean 1, squares 1 1 1 9, deviation sqrt(3)
@@ -137,7 +169,15 @@ def test_advantages_by_hand() -> None:
         (lambda: token_weights(MASKS, Layout(BATCH), 0, per="rank"), "per 'rank'"),  # type: ignore[arg-type]
         (lambda: token_weights(MASKS, Layout(BATCH), 0, per="token", count=0), "count 0"),
         (lambda: policy_loss([], [], [], [], entropy_coefficient=0.1), "entropy_coefficient 0.1 without entropies"),
-        (lambda: policy_loss([torch.ones(1)], [], [], []), "shorter"),
+        (lambda: token_weights(MASKS, Layout(BATCH), 0, per="token", count=-3), "count -3"),
+        (lambda: policy_loss([], [], [], []), "a loss of no sample"),
+        (lambda: policy_loss([ONE, ONE], [ONE], [1.0, 1.0], [ONE, ONE]), "sample 1: old_log_probs no piece, weights"),
+        (lambda: policy_loss([ONE], [ONE], [1.0], [torch.ones(3)]), r"sample 0: log_probs \[1\], weights \[3\]"),
+        (lambda: weighted_sum([torch.ones(2), ONE], [ONE, torch.ones(2)]), r"sample 0: pieces \[2\], weights \[1\]"),
+        (
+            lambda: policy_loss([ONE], [ONE], [1.0], [ONE], entropies=[torch.ones(2)], entropy_coefficient=1.0),
+            r"sample 0: pieces \[2\], weights \[1\]",
+        ),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:

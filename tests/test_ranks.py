@@ -205,6 +205,17 @@ def test_a_fault_is_named_in_time(fault: str, message: str, at_once: bool) -> No
         assert 'raise KeyError("the first error")' in str(caught.value)
 
 
+class SlowToArrive:
+    """A function that takes a second to be read on each rank, before the ranks meet."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('time').sleep(1) or (lambda me: me.rank)",)
+
+
+def test_the_clock_begins_when_all_have_met() -> None:
+    assert ranks.run(SlowToArrive(), cp=2, timeout=0.5) == [0, 1]  # type: ignore[arg-type]
+
+
 def test_the_first_error_is_the_one_that_came_first() -> None:
     def two_errors(me: Rank) -> None:
         time.sleep(0.3 if me.rank == 0 else 0.0)

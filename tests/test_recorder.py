@@ -1,6 +1,9 @@
 """The record of collectives: what it sees, how ranks are compared, and the mode that fails at the first difference."""
 
+import io
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +14,16 @@ import torch.distributed._functional_collectives as functional
 from refimpl import collectives, ranks
 from refimpl.diagrams import timeline
 from refimpl.ranks import Rank, RankError
-from refimpl.recorder import Call, Record, first_difference, label, table
+from refimpl.recorder import Call, Record, Recorder, current_label, first_difference, label, read, table
 
 
 def call(name: str = "all_reduce", label: str = "", members: tuple[int, ...] = (0, 1), **other: Any) -> Call:
-    fields = {"reduction": "sum", "shape": (4,), "dtype": "float32", "group": "cp", "phase": "forward"} | other
+    fields = {"how": "sum", "shape": (4,), "dtype": "float32", "group": "cp", "phase": "forward"} | other
     return Call(operation=name, label=label, members=members, **fields)
 
 
 def brief(calls: tuple[Call, ...]) -> list[tuple[Any, ...]]:
-    return [(c.operation, c.reduction, c.shape, c.dtype, c.group, c.members, c.phase) for c in calls]
+    return [(c.operation, c.how, c.shape, c.dtype, c.group, c.members, c.phase) for c in calls]
 
 
 def test_it_sees_c10d() -> None:
@@ -32,7 +35,7 @@ def test_it_sees_c10d() -> None:
             ("all_gather", "", (2,), "float32", "cp", (0, 1), "forward"),
             ("all_to_all", "", (2,), "float32", "cp", (0, 1), "forward"),
             ("reduce_scatter", "sum", (2,), "float32", "cp", (0, 1), "forward"),
-            ("broadcast", "", (2,), "float32", "cp", (0, 1), "forward"),
+            ("broadcast", "root 0", (2,), "float32", "cp", (0, 1), "forward"),
             ("barrier", "", (), "", "cp", (0, 1), "forward"),
         ]
 
@@ -84,7 +87,7 @@ def test_groups_by_role_members_in_the_world_and_labels_kept_in_backward() -> No
     "other",
     [
         call("all_gather"),
-        call(reduction="max"),
+        call(how="max"),
         call(shape=(5,)),
         call(dtype="float64"),
         call(phase="backward"),
@@ -100,8 +103,27 @@ def test_each_property_makes_a_difference(other: Call) -> None:
 def test_the_same_collectives_are_no_difference() -> None:
     assert first_difference([Record((call(), call())), Record((call(), call()))]) is None
     assert first_difference([Record(()), Record(())]) is None
-    uneven = [Record((call("all_to_all", shape=(n,)),)) for n in (0, 7)]
+    uneven = [Record((call("all_to_all", shape=(n, 2)),)) for n in (0, 7)]
     assert first_difference(uneven) is None  # who sends how much may differ
+    assert first_difference([uneven[0], Record((call("all_to_all", shape=(7, 1)),))]) is not None  # but not of what
+    assert first_difference([uneven[0], Record((call("all_to_all", shape=(7,)),))]) is not None
+    scatter = [Record((call("scatter", shape=shape, dtype=dtype),)) for shape, dtype in (((2,), "float32"), ((), ""))]
+    assert first_difference(scatter) is None  # only the root passes something in
+
+
+def test_two_groups_of_the_same_ranks_are_not_the_same_group() -> None:
+    assert first_difference([Record((call(name="1"),)), Record((call(name="2"),))]) is not None
+
+
+@pytest.mark.parametrize("first", [(0, 1), (2, 3)])
+def test_of_two_differing_groups_the_one_that_differed_first(first: tuple[int, ...]) -> None:
+    """One pair differs in its first call, the other in its second."""
+    second = tuple({0, 1, 2, 3} - set(first))
+    calls = {rank: (call(members=first, group="early", shape=(rank,)),) for rank in first}
+    calls |= {rank: (call(members=second), call(members=second, label=str(rank))) for rank in second}
+    difference = first_difference([Record(calls[rank]) for rank in range(4)])
+    assert difference is not None
+    assert difference.group == "early"
 
 
 def test_a_missing_call_is_a_difference() -> None:
@@ -130,10 +152,42 @@ def test_the_table() -> None:
     assert table(three).splitlines() == [
         "    1  all ranks     forward  all_reduce sum over cp: [4] float32",
         "    2  ranks 0, 2    nothing   <- first difference, over cp",
-        "       rank 1        forward  all_reduce sum over cp: [4] float32, entropy",
+        "       rank 1        forward  all_reduce sum over cp: [4] float32, entropy   <- first difference, over cp",
         "  end  ranks 0, 2    returned",
         "       rank 1        unfinished: in all_reduce",
     ]
+
+
+def test_the_mark_stands_where_each_rank_differs() -> None:
+    """Over tp, at the first call of rank 3 and the second of rank 2, which did a cp reduce before."""
+    cp, tp = call(members=(0, 2)), [call(group="tp", members=(2, 3), shape=(n,)) for n in (4, 5)]
+    lines = table([Record((cp,)), Record(()), Record((cp, tp[0])), Record((tp[1],))]).splitlines()
+    marked = [line.strip() for line in lines if "first difference" in line]
+    assert len(marked) == 2
+    assert marked[0].startswith("rank 3")
+    assert marked[1].startswith("rank 2")
+
+
+def test_a_long_report_stays_short() -> None:
+    same = tuple(call() for _ in range(3000))
+    records = [Record((call(label="one more"), *same)), Record(same)]
+    assert len(table(records).splitlines()) < 25
+    assert "and so on, up to 3001" in table(records)
+    assert len(timeline(records, "long").figure.axes[0].texts) < 40
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    whole = call(label="whole").dumps()
+    (tmp_path / "calls").write_text(f"{whole}\n{whole}\n{whole[:30]}")
+    assert read(tmp_path / "calls") == (call(label="whole"), call(label="whole"))
+
+
+def test_labels_nest() -> None:
+    with label("outer"):
+        with label("inner"):
+            assert current_label() == "inner"
+        assert current_label() == "outer"
+    assert current_label() == ""
 
 
 def test_a_long_table_begins_shortly_before_the_difference() -> None:
@@ -150,7 +204,7 @@ def test_the_timeline_says_in_text_what_it_draws() -> None:
     texts = [text.get_text() for text in drawing.figure.axes[0].texts]
     assert texts.count("all_reduce") == 3
     assert texts.count("missing") == 1
-    assert texts.count("waits in the last one") == 1
+    assert texts.count("waits in its last one") == 1
     assert drawing.bytes("svg") == drawing.bytes("svg")
 
 
@@ -217,6 +271,73 @@ def test_the_check_names_a_rank_that_ended() -> None:
     for how, end in (("raise", "raised ValueError"), ("return", "returned")):
         outcomes = ranks.observe(ends, how, cp=2, timeout=30, check=True)
         assert outcomes[0].reason.endswith(f"rank 1 issues nothing more, it {end}")
+
+
+def test_a_peer_that_issues_and_ends_between_two_looks_is_no_divergence() -> None:
+    """Between the two questions to the store: whether the peer has ended, and whether it has issued."""
+
+    class Store:
+        looks = 0
+
+        def set(self, key: str, value: str) -> None: ...
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks += 1
+            return self.looks > 1  # after the first question the peer issues the same, and ends
+
+        def get(self, key: str) -> bytes:
+            return call().dumps().encode() if "end" not in key else b"returned"
+
+    Recorder(0, io.StringIO(), {}, Store())._agree(call(), "key", Store())
+
+
+def test_each_group_is_agreed_on_by_itself() -> None:
+    """One TP pair reduces once more than the other: legal, and the CP reduce after it still finds its partner."""
+
+    def uneven(me: Rank) -> float:
+        x = torch.ones(1)
+        for _ in range(2 if me.cp_rank == 0 else 1):
+            dist.all_reduce(x, group=me.tp_group)
+        dist.all_reduce(x, group=me.cp_group)
+        return float(x)
+
+    assert ranks.run(uneven, tp=2, cp=2, check=True, timeout=20) == [4.0 + 2.0] * 4
+
+
+@pytest.mark.parametrize("what", ["group", "root", "columns", "coalesced"])
+def test_the_check_sees_other_groups_roots_columns_and_all_tensors(what: str) -> None:
+    def body(me: Rank) -> None:
+        x = torch.ones(2 + me.rank if what == "coalesced" else 6, 2 - me.rank if what == "columns" else 1)
+        if what == "group":
+            dist.all_reduce(x, group=me.cp_group if me.rank else None)
+        if what == "root":
+            dist.broadcast(x, src=me.rank, group=me.cp_group)
+        if what == "columns":
+            dist.all_to_all_single(torch.empty_like(x), x, group=me.cp_group)
+        if what == "coalesced":
+            functional.all_reduce_coalesced([torch.ones(2), x], "sum", me.cp_group)
+
+    for outcome in ranks.observe(body, cp=2, timeout=30, check=True):
+        assert outcome.reason.startswith("DivergenceError"), outcome.summary
+
+
+def test_the_check_lets_a_scatter_pass() -> None:
+    def body(me: Rank) -> float:
+        x = torch.empty(1)
+        dist.scatter(x, [torch.ones(1), torch.full((1,), 2.0)] if me.rank == 0 else None, src=0)
+        return float(x)
+
+    assert ranks.run(body, cp=2, check=True) == [1.0, 2.0]
+
+
+def test_a_collective_from_another_thread_is_recorded() -> None:
+    def body(me: Rank) -> None:
+        thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=me.cp_group))
+        thread.start()
+        thread.join()
+
+    for outcome in ranks.observe(body, cp=2):
+        assert [c.operation for c in outcome.calls] == ["all_reduce"]
 
 
 def test_the_check_changes_nothing_where_all_is_well() -> None:
