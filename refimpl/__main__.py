@@ -1,4 +1,11 @@
-"""The terminal demo, ``python -m refimpl``: the None bug and its fix, side by side on four real ranks."""
+"""The terminal demo, ``python -m refimpl``: the None bug and its fix, side by side on four real ranks.
+
+``python -m refimpl check module:function --kind extraction`` grades a function of yours; see ``refimpl.check``.
+"""
+
+import argparse
+import importlib
+import sys
 
 from refimpl import _server
 
@@ -43,5 +50,26 @@ def main() -> None:
     print(LESSON)
 
 
+def grade(arguments: list[str]) -> bool:
+    """The command line of the grader: prints the report, and says whether all was held."""
+    from refimpl import check
+
+    kinds = check.KINDS | {"redistribution": "fn(keys, layout, cp_rank, group) -> keys under zigzag, on real ranks"}
+    listed = "\n".join(f"  {kind:17} {how}" for kind, how in kinds.items())
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m refimpl check", epilog=f"kinds:\n{listed}", formatter_class=raw)
+    parser.add_argument("candidate", metavar="module:function")
+    parser.add_argument("--kind", choices=kinds, default="extraction")
+    options = parser.parse_args(arguments)
+    module, _, name = options.candidate.partition(":")
+    sys.path.insert(0, "")
+    function = getattr(importlib.import_module(module), name)
+    report = check.redistribution(function) if options.kind == "redistribution" else check.grade(options.kind, function)
+    print(report)
+    return report.ok
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["check"]:
+        sys.exit(not grade(sys.argv[2:]))
     main()

@@ -111,7 +111,8 @@ def _call(recorder: Recorder, fn: Any, me: Rank, args: Any) -> Any:
         how = f"raised {type(error).__name__}"
         raise
     finally:
-        recorder.end(how)
+        if recorder.store is not None:
+            recorder.store.set(f"end/{me.rank}", how)  # nothing more will come
 
 
 def _heed(pipe: Connection, folder: str, released: threading.Event) -> None:

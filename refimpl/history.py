@@ -106,7 +106,9 @@ def redistribute_2123(keys: Keys, layout: Layout, cp_rank: int, group: dist.Proc
     """#2123: the zeros ask for a gradient exactly if the values do. Still one all-reduce for each key."""
     moved = []
     for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
-        whole = [_padded(piece, i, layout, cp_rank) for i, piece in enumerate(pieces) if piece is not None]
+        own = [piece for piece in pieces if piece is not None]
+        filler = torch.zeros_like(own[0][:0]).requires_grad_(own[0].requires_grad)
+        whole = [_padded(p if len(p) else filler, i, layout, cp_rank) for i, p in enumerate(own)]
         moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
     return moved
 

@@ -135,7 +135,7 @@ def _aligned(weights: Sequence[Tensor], **lists: Sequence[Tensor]) -> None:
     if not weights:
         raise ValueError("a loss of no sample")
     for name, pieces in lists.items():
-        shapes = [[list(piece.shape) for piece in some] for some in (weights, pieces)]
+        shapes = [[list(p.shape) if isinstance(p, Tensor) else p for p in some] for some in (weights, pieces)]
         if shapes[0] != shapes[1]:
             i = next((i for i, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b), min(map(len, shapes)))
             found = [some[i] if i < len(some) else "no piece" for some in shapes]

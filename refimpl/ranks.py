@@ -32,6 +32,7 @@ from refimpl import _rank, _server, recorder
 from refimpl._rank import Outcome as Outcome
 from refimpl._rank import Rank as Rank
 
+Function = Callable[..., Any]  # called with a Rank, and what else is passed on
 HIDDEN = ("recorder.py", "collectives.py")  # whose frames tell nobody where a rank is
 GRACE = 0.5  # seconds that the other ranks get, once one has failed, to report their own end
 START_METHOD = "forkserver"  # "spawn" works too, but every rank then imports torch and megatron-core anew
@@ -90,8 +91,6 @@ class _Child:
         """The outcome, complete with what lies in ``folder``."""
         value, output, errors, stack = (folder / f"rank-{self.rank}.{end}" for end in ("value", "out", "err", "stack"))
         outcome = self.outcome or Outcome(self.rank, "unfinished", *self.where(stack))
-        if outcome.status == "unfinished" and not self.ready:
-            outcome = replace(outcome, reason=f"had not met the others, {outcome.reason}")
         if outcome.status == "died":
             outcome = replace(outcome, details="\n".join(errors.read_text(errors="replace").splitlines()[-20:]))
         if outcome.status == "returned":
@@ -105,6 +104,7 @@ class _Child:
     def where(self, file: Path) -> tuple[str, str]:
         """Where an unfinished rank is, and its stack. The rank answers itself, even from within a collective."""
         asked, before = time.monotonic(), file.read_text()
+        early = "" if self.ready else "had not met the others, "
         with contextlib.suppress(ProcessLookupError):
             if before and self.process.pid is not None:
                 os.kill(self.process.pid, signal.SIGUSR1)
@@ -117,9 +117,9 @@ class _Child:
                     (_, here), *callers = frames or [("", "start")]
                     ours = [name for source, name in callers if f"{os.sep}torch{os.sep}" not in source]
                     backward = ", in backward" if "_engine_run_backward" in [name for _, name in callers] else ""
-                    return f"in {here}" + (f", called by {ours[0]}" if ours else "") + backward, stack
+                    return f"{early}in {here}" + (f", called by {ours[0]}" if ours else "") + backward, stack
                 time.sleep(0.01)
-        return "gave no sign of where it is", ""
+        return f"{early}gave no sign of where it is", ""
 
     def kill(self) -> None:
         """Kill the rank and what it started, which is in a process group of its own unless it took care not to be."""
@@ -130,9 +130,7 @@ class _Child:
         self.pipe.close()
 
 
-def run(
-    fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False
-) -> list[Any]:
+def run(fn: Function, *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False) -> list[Any]:
     """What ``fn(me, *args)`` returns on each of ``tp * cp`` ranks, in rank order.
 
     Args:
@@ -158,7 +156,7 @@ def run(
 
 
 def observe(
-    fn: Callable[..., Any], *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False
+    fn: Function, *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.0, check: bool = False
 ) -> list[Outcome]:
     """Like ``run``, but a rank's failure is what you get, not an exception: one ``Outcome`` per rank."""
     if not (isinstance(tp, int) and isinstance(cp, int) and min(tp, cp) > 0 and timeout > 0):
@@ -174,9 +172,8 @@ def observe(
                 for end in ("out", "err", "stack", "calls"):
                     Path(folder, f"rank-{rank}.{end}").touch()
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank.main, args=(theirs, folder, rank, tp, cp, timeout, check), daemon=True
-                )
+                call = (theirs, folder, rank, tp, cp, timeout, check)
+                process = context.Process(target=_rank.main, args=call, daemon=True)
                 children.append(_Child(rank, process, ours))
                 process.start()
                 theirs.close()
@@ -203,14 +200,15 @@ def observe(
 
 def _listen(children: list[_Child], timeout: float) -> None:
     """Wait for every rank's report, until the deadline or shortly after the first failure."""
-    deadline, started = time.monotonic() + _rank.STARTUP, False
-    while any(c.status == "unfinished" for c in children) and (left := deadline - time.monotonic()) > 0:
+    deadline, grace = time.monotonic() + _rank.STARTUP, math.inf
+    started = False
+    while any(c.status == "unfinished" for c in children) and (left := min(deadline, grace) - time.monotonic()) > 0:
         pipes = [c.pipe for c in children if c.status == "unfinished"]
         ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], min(left, 3600))
         for child in children:
             if child.pipe in ready or child.process.sentinel in ready:
                 child.hear()
                 if child.status in ("raised", "died"):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    grace = min(grace, time.monotonic() + GRACE)
         if not started and all(child.ready for child in children):
             started, deadline = True, time.monotonic() + timeout

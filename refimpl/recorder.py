@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import torch.distributed as dist
 
-EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier", "monitored_barrier")
 SPELT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 KEY = "ADInplaceOrView"  # in the dispatcher below autograd and above every device, in forward and backward
 UNEVEN = {"all_to_all": 1, "gather": None, "scatter": None}  # from which dimension on the shapes must agree, if any
-KNOWN = (*EVEN, *UNEVEN)
+KNOWN = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier", "monitored_barrier", *UNEVEN}
 _LABEL: ContextVar[str] = ContextVar("label", default="")
 
 
@@ -49,14 +48,14 @@ class Call:
         return f"{self.phase:8} {what} over {self.group}: {list(self.shape)} {self.dtype}{named}"
 
     @classmethod
-    def loads(cls, text: str) -> "Call":
+    def loads(cls, text: str | bytes) -> "Call":
         """From ``dumps``."""
-        fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-        return cls(**fields)
+        fields: Any = [tuple(v) if isinstance(v, list) else v for v in json.loads(text)]
+        return cls(*fields)
 
     def dumps(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(astuple(self))
 
     def fits(self, other: "Call | None") -> bool:
         """Whether two ranks mean the same collective. Only the label tells apart two reduces of the same size."""
@@ -97,8 +96,7 @@ def first_difference(records: Sequence[Record]) -> Difference | None:
             calls = [records[rank].calls[own[rank][n]] if n < len(own[rank]) else None for rank in members]
             first = next(call for call in calls if call)
             if not all(first.fits(call) for call in calls):
-                end = {rank: len(records[rank].calls) for rank in members}
-                steps = {rank: own[rank][n] if n < len(own[rank]) else end[rank] for rank in members}
+                steps = {r: own[r][n] if n < len(own[r]) else len(records[r].calls) for r in members}
                 found.append(Difference(first.group, steps))
                 break
     return min(found, key=lambda difference: min(difference.steps.values()), default=None)
@@ -150,9 +148,7 @@ def label(name: str) -> Iterator[None]:
         _LABEL.reset(token)
 
 
-def current_label() -> str:
-    """The name that ``label`` gave, or an empty one."""
-    return _LABEL.get()
+current_label = _LABEL.get  # the name that ``label`` gave, or an empty one
 
 
 class Recorder:
@@ -198,11 +194,6 @@ class Recorder:
         finally:
             self.inside = not outermost
 
-    def end(self, how: str) -> None:
-        """Tell the others that nothing more will come."""
-        if self.store is not None:
-            self.store.set(f"end/{self.rank}", how)
-
     def _read(self, operator: str, given: Mapping[str, Any]) -> Call:
         names = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
         tensors = list(_tensors(given.get(name) for name in names))
@@ -216,14 +207,13 @@ class Recorder:
             how = dist.ReduceOp.RedOpType(how.op()).name.lower()
         root = given.get("root_rank", given.get("src"))
         how += "" if root is None else f" root {root}"
-        shape = tuple(tensors[0].shape) if tensors else ()
-        if "coalesced" in operator or len({tensor.shape for tensor in tensors}) > 1:
-            shape = tuple(tensor.numel() for tensor in tensors)
+        alike = "coalesced" not in operator and len({tensor.shape for tensor in tensors}) == 1
+        shape = tuple(tensors[0].shape) if alike else tuple(tensor.numel() for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-        role, members = self.roles.get(group.group_name, group.group_name), tuple(dist.get_process_group_ranks(group))
-        tensor = (_operation(operator), how.strip(), shape, dtype)
-        return Call(*tensor, role, members, phase, current_label(), group.group_name)
+        name, members = group.group_name, tuple(dist.get_process_group_ranks(group))
+        what = (_operation(operator), how.strip(), shape, dtype, self.roles.get(name, name))
+        return Call(*what, members, phase, current_label(), name)
 
     def _agree(self, call: Call, key: str, store: Any) -> None:
         """Wait until every member has issued something here, or has ended; raise unless it is the same."""

@@ -1,0 +1,248 @@
+"""What ``check`` puts before a candidate, and how it judges the answer: one judge for each kind."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import grad
+
+from refimpl import slicing
+from refimpl.diagrams import describe
+from refimpl.history import Trained
+from refimpl.layout import Batch, Layout
+
+Candidate = Callable[..., Any]
+LIMIT = 2.0  # seconds for one call of a candidate
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One clause broken in one case: what was expected, and what came."""
+
+    clause: str
+    where: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.clause} broken: {self.where}\n  expected {self.expected}\n  got      {self.got}"
+
+
+class Broken(Exception):  # noqa: N818  (a finding in the making)
+    """Expected, got: the candidate gave nothing that could be looked at."""
+
+
+def call(fn: Candidate, *args: Any) -> Any:
+    """What the candidate returns; whatever else it does becomes ``Broken``."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise TimeoutError
+
+    alarmed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    before = signal.signal(signal.SIGALRM, late) if alarmed else None
+    try:
+        if alarmed:
+            signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        return fn(*args)
+    except TimeoutError:
+        raise Broken("an answer", f"no answer within {LIMIT:g} s") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise Broken("an answer", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
+    finally:
+        if alarmed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def held_rows(layout: Layout, rank: int) -> list[list[tuple[int, int]]]:
+    """For each sample (position, row) of the predicting rows that a rank holds, in rising position, row by row."""
+    found: list[list[tuple[int, int]]] = []
+    for i, spans in enumerate(layout.spans(rank)):
+        first, last = layout.batch.first_predicting(i), layout.batch.total_lengths[i] - 1
+        pairs = [(s.position + n, s.row + n) for s in spans for n in range(s.length)]
+        found.append(sorted((p, row) for p, row in pairs if first <= p < last))
+    return found
+
+
+def _pieces(got: Any, layout: Layout, what: str) -> list[Tensor]:
+    if not isinstance(got, list | tuple):
+        raise Broken(f"{what}: a list of {len(layout.batch)} tensors", repr(got))
+    if not all(isinstance(piece, Tensor) for piece in got):
+        inside = [describe(p) if isinstance(p, Tensor | None) else type(p).__name__ for p in got]
+        raise Broken(f"{what}: a list of {len(layout.batch)} tensors", f"[{', '.join(inside)}]")
+    if len(got) != len(layout.batch):
+        raise Broken(f"{what}: a tensor for each of {len(layout.batch)} samples", f"{len(got)} tensors")
+    return list(got)
+
+
+def _two(fn: Candidate, *args: Any) -> Any:
+    """What the candidate returns, if it is two things."""
+    got = call(fn, *args)
+    if not isinstance(got, tuple | list) or len(got) != 2:
+        raise Broken("two lists or tensors", repr(got))
+    return got
+
+
+def judge_extraction(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]:
+    """C1 to C5, with a buffer in which each row has a value of its own."""
+    held = held_rows(layout, rank)
+    code = torch.arange(layout.rows, dtype=torch.float64) + 1  # each row its own value
+    log_prob, entropy = (-code).requires_grad_(), code.clone().requires_grad_()
+    got = _two(fn, log_prob, entropy, layout, rank)
+    both = [_pieces(got[0], layout, "log-probs"), _pieces(got[1], layout, "entropies")]
+    for pieces, buffer, name in zip(both, (log_prob, entropy), ("log-probs", "entropies"), strict=True):
+        for i, (piece, pairs) in enumerate(zip(pieces, held, strict=True)):
+            found, want = [round(abs(v)) - 1 for v in piece.detach().flatten().tolist()], [row for _, row in pairs]
+            if found != want:
+                yield Finding("C2", f"{name} of sample {i}", f"rows {want}", f"rows {found}")
+                return
+        for i, piece in enumerate(pieces):
+            if (piece.dtype, piece.device) != (buffer.dtype, buffer.device):
+                yield Finding("C3", f"{name} of sample {i}", f"{buffer.dtype}", f"{piece.dtype} on {piece.device}")
+            if not piece.requires_grad or grad(piece.sum(), buffer, retain_graph=True, allow_unused=True)[0] is None:
+                yield Finding("C4", f"{name} of sample {i}", "a path to the buffer", describe(piece))
+    if [p.shape for p in both[0]] != [p.shape for p in both[1]]:
+        yield Finding("C5", "", "entropies of the log-probs' shapes", f"{[list(p.shape) for p in both[1]]}")
+    values = _pieces(_two(fn, log_prob, entropy.detach(), layout, rank)[1], layout, "entropies")
+    if any(piece.requires_grad for piece in values):
+        yield Finding("C5", "", "no gradient where the entropy has none", str([describe(p) for p in values]))
+    if (absent := _two(fn, log_prob, None, layout, rank)[1]) is not None:
+        yield Finding("C5", "entropy not asked for", "None in place of the list", str(absent))
+
+
+def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: int) -> Iterator[Finding]:
+    """In each row the token at its position plus ``shift``, or ``fill``."""
+    tokens = [100 * (i + 1) + torch.arange(n) for i, n in enumerate(layout.batch.total_lengths)]
+    want = [fill] * layout.rows
+    for tokens_i, spans in zip(tokens, layout.spans(rank), strict=True):
+        for span in spans:
+            for n in range(span.length):
+                if span.position + n + shift < len(tokens_i):
+                    want[span.row + n] = int(tokens_i[span.position + n + shift])
+    got = call(fn, tokens, layout, rank)
+    if not isinstance(got, Tensor) or got.shape != (layout.rows,):
+        raise Broken(f"a tensor of {layout.rows} rows", str(list(got.shape)) if isinstance(got, Tensor) else repr(got))
+    if got.tolist() != want:
+        row = next(r for r, (a, b) in enumerate(zip(got.tolist(), want, strict=True)) if a != b)
+        yield Finding("C2", f"row {row}", str(want), str(got.tolist()))
+
+
+def judge_weights(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]:
+    """The weights of a mean per token, under masks that leave out each third token."""
+    masks = [(torch.arange(n) % 3 != 1).float() for n in layout.batch.response_lengths]  # 1 0 1 1 0 1 ...
+    total = max(1.0, sum(float(mask.sum()) for mask in masks))
+    got = _pieces(call(fn, masks, layout, rank), layout, "weights")
+    for i, (piece, pairs) in enumerate(zip(got, held_rows(layout, rank), strict=True)):
+        first = layout.batch.first_predicting(i)
+        want = [round(float(masks[i][p - first]) / total, 5) for p, _ in pairs]
+        if [round(v, 5) for v in piece.flatten().tolist()] != want:
+            yield Finding("C7", f"sample {i}", str(want), str([round(v, 5) for v in piece.flatten().tolist()]))
+            return
+
+
+def judge_trained(got: Trained, layout: Layout, rank: int, coefficient: float) -> Iterator[Finding]:
+    """C4 and C7 of ``history.train``: entropies are positions, gradients 1 and ``coefficient`` on scoring rows."""
+    owned = [p for pairs in held_rows(layout.as_zigzag(), rank) for p, _ in pairs]
+    scored = {row for pairs in held_rows(layout, rank) for _, row in pairs}
+    if got.entropies.tolist() != owned:
+        yield Finding("C7", "entropies", str(owned), str(got.entropies.tolist()))
+    for name, gradient, factor in (("log-prob", got.of_log_prob, 1.0), ("entropy", got.of_entropy, coefficient)):
+        want = [factor * (row in scored) for row in range(layout.rows)]
+        if gradient is None and factor:
+            yield Finding("C4", f"{name} gradient", str(want), "None")
+        elif gradient is not None and gradient.tolist() != want:
+            yield Finding("C7", f"{name} gradient", str(want), str(gradient.tolist()))
+
+
+INF = float("inf")
+ROWS: dict[str, tuple[list[list[float]], list[int], torch.dtype]] = {  # logits, targets, dtype
+    "one row": ([[1.0, 2.0, 3.0]], [1], torch.float32),
+    "a uniform row": ([[0.0, 0.0, 0.0, 0.0]], [0], torch.float32),
+    "a logit of -inf": ([[1.0, 2.0, -INF]], [1], torch.float32),
+    "two equal logits and -inf": ([[0.0, 0.0, -INF]], [0], torch.float32),
+    "a logit far below": ([[0.0, -200.0]], [0], torch.float32),
+    "a target far below": ([[0.0, -200.0]], [1], torch.float32),
+    "an offset of 10000": ([[10001.0, 10002.0, 10003.0]], [2], torch.float32),
+    "two rows": ([[1.0, -1.0, 0.5], [0.0, 3.0, -2.0]], [2, 1], torch.float32),
+    "bf16": ([[1.5, -1.0, 0.5, 4.0]], [0], torch.bfloat16),
+    "a row of NaN beside another": ([[float("nan"), 1.0], [1.0, 2.0]], [0, 1], torch.float32),
+    "no rows": ([], [], torch.float32),
+}
+
+
+def judge_log_prob_entropy(fn: Candidate, name: str) -> Iterator[Finding]:
+    """Values and gradient against fp64, and the caller's logits unchanged."""
+    values, wanted, dtype = ROWS[name]
+    logits = torch.tensor(values, dtype=dtype).view(len(wanted), -1 if wanted else 3).requires_grad_()
+    where, before = f"{name}: logits {values}, targets {wanted}", logits.detach().clone()
+    goals = torch.tensor(wanted).long()
+    exact = logits.detach().double()
+    p = torch.softmax(exact, 1)
+    log_p = torch.log_softmax(exact, 1)
+    plogp = torch.where(p == 0, 0, p * log_p)
+    right = (log_p.gather(1, goals[:, None])[:, 0], -plogp.sum(1))
+    of_entropy = -torch.where(p == 0, 0, p * (log_p - plogp.sum(1, keepdim=True)))
+    slope = torch.nn.functional.one_hot(goals, exact.shape[1]) - p + of_entropy
+    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    try:
+        got = _two(fn, logits, goals)
+        if not all(isinstance(value, Tensor) for value in got):
+            raise Broken("two tensors", repr(got))
+        for what, value, want in zip(("log-prob", "entropy"), got, right, strict=True):
+            if value.shape != want.shape or not torch.allclose(value.double(), want, near, near, equal_nan=True):
+                yield Finding("C7", f"{what}, {where}", str(_short(want)), str(_short(value)))
+                return
+        if not all(value.requires_grad for value in got):
+            yield Finding("C4", where, "a graph to the logits", "values without gradient")
+            return
+        (gradient,) = call(grad, got[0].sum() + got[1].sum(), logits, None, None, False, True)
+        if gradient is None:
+            yield Finding("C4", where, "a gradient", "None")
+        elif not torch.allclose(gradient.double(), slope, near, near, equal_nan=True):
+            yield Finding("C7", f"gradient, {where}", str(_short(slope)), str(_short(gradient)))
+        if not torch.equal(logits.detach().nan_to_num(), before.nan_to_num()):
+            yield Finding("C3", where, "the caller's logits as they were", str(_short(logits)))
+    except Broken as broken:
+        yield Finding("C1", where, *broken.args)
+
+
+def _short(values: Tensor) -> Any:
+    rows = values.detach().double().tolist()
+    return [[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in rows]
+
+
+HISTORY = ([16], [14]), ([6, 10], [4, 9]), ([8, 8], [5, 6]), ([10, 6], [9, 4]), ([16], [4])
+BATCHES = [Layout(Batch(*lengths), "thd", "contiguous", 2) for lengths in HISTORY]  # those of the bug's history
+BATCHES += [Layout(Batch([4, 4], [2, 2]), "thd", "contiguous", 2, pad_multiple=8)]
+BATCHES += [Layout(Batch([8, 8], [2, 2]), "thd", "contiguous", 4)]
+
+
+def layouts() -> list[Layout]:
+    """Ways to lay out some batches, fewest rows first: lengths of 1, shorter than the chunks, indivisible, R = 0."""
+    batches = [Batch([n], [r]) for n in range(1, 8) for r in range(n)]
+    batches += [Batch([1, 1], [0, 0]), Batch([2, 3], [1, 0]), Batch([3, 2], [2, 1]), Batch([9, 1], [8, 0])]
+    batches += [Batch([5, 2, 7], [3, 1, 4]), Batch([4, 1, 6], [0, 0, 5]), Batch([8, 8], [2, 2])]
+    found = []
+    for batch in batches:
+        for cp in (1, 2, 3, 4):
+            found += [Layout(batch, "thd", "zigzag", cp), Layout(batch, "bshd", "zigzag", cp)]
+            found += [Layout(batch, "thd", "contiguous", cp), Layout(batch, "bshd", "contiguous", cp)]
+    wide = [Layout(Batch([3, 5], [1, 4]), "bshd", "zigzag", cp, max_seq_len=8) for cp in (1, 2)]
+    return sorted([*found, *wide, *BATCHES], key=lambda layout: (layout.rows * layout.cp_size, layout.cp_size))
+
+
+JUDGES: dict[str, tuple[Callable[..., Iterator[Finding]], str]] = {  # and which clauses they look at
+    "extraction": (judge_extraction, "C1 C2 C3 C4 C5"),
+    "local_tokens": (partial(judge_tokens, shift=0, fill=0), "C1 C2"),
+    "targets": (partial(judge_tokens, shift=1, fill=slicing.NO_TARGET), "C1 C2"),
+    "weights": (judge_weights, "C1 C7"),
+    "log_prob_entropy": (judge_log_prob_entropy, "C1 C3 C4 C7"),
+}

@@ -1,0 +1,258 @@
+"""The grader: ours passes, each wrong answer is rejected for the right clause, and no candidate crashes it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import adapters
+from refimpl import check, collectives, entropy, history, loss, slicing
+from refimpl.layout import Batch, Layout
+
+OURS = {
+    "extraction": slicing.extract,
+    "local_tokens": slicing.local_tokens,
+    "targets": slicing.targets,
+    "weights": lambda masks, layout, rank: loss.token_weights(masks, layout, rank, per="token"),
+    "log_prob_entropy": entropy.log_prob_and_entropy,
+}
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_ours_passes_in_time(kind: str) -> None:
+    started = time.monotonic()
+    report = check.grade(kind, OURS[kind])
+    assert report.ok, str(report)
+    assert report.answered == report.cases > (10 if kind == "log_prob_entropy" else 500)
+    assert time.monotonic() - started < 10
+    assert "BROKEN" not in str(report)
+
+
+@pytest.mark.parametrize("case", check.cases("extraction")[::40], ids=str)
+def test_a_case_as_a_test(case: check.Case) -> None:
+    case.check(slicing.extract)
+
+
+# ---------------------------------------------------------------- wrong extractions
+
+
+def per_buffer(change: Any) -> Any:
+    def wrong(log_prob: Any, entropy: Any, layout: Layout, rank: int) -> Any:
+        both = [
+            None if b is None else change(slicing.response_pieces(b, layout, rank), b, layout, rank)
+            for b in (log_prob, entropy)
+        ]
+        return tuple(both)
+
+    return wrong
+
+
+def one_row_late(pieces: Any, buffer: Any, layout: Layout, rank: int) -> Any:
+    spans = layout.response_spans(rank)
+    return [torch.cat([buffer[s.row + 1 : s.row + 1 + s.length] for s in own]) for own in spans]
+
+
+def list_of_none(log_prob: Any, entropy: Any, layout: Layout, rank: int) -> Any:
+    pieces, entropies = slicing.extract(log_prob, entropy, layout, rank)
+    return pieces, [None] * len(layout.batch) if entropies is None else entropies
+
+
+WRONG = {
+    "fresh zeros": ("C4", per_buffer(lambda ps, b, *_: [p if len(p) else torch.zeros(0, dtype=b.dtype) for p in ps])),
+    "zeros of the default dtype": ("C3", per_buffer(lambda ps, *_: [p if len(p) else torch.zeros(0) for p in ps])),
+    "detached": ("C4", per_buffer(lambda ps, *_: [p.detach() for p in ps])),
+    "one sample missing": ("C1", per_buffer(lambda ps, *_: ps[:-1])),
+    "empty pieces left out": ("C1", per_buffer(lambda ps, *_: [p for p in ps if len(p)])),
+    "None": ("C1", per_buffer(lambda ps, *_: [p if len(p) else None for p in ps])),
+    "one row late": ("C2", per_buffer(one_row_late)),
+    "reversed": ("C2", per_buffer(lambda ps, *_: [p.flip(0) for p in ps])),
+    "samples in another order": ("C2", per_buffer(lambda ps, *_: ps[::-1])),
+    "asks where the entropy does not": (
+        "C5",
+        per_buffer(lambda ps, *_: [p if len(p) or p.requires_grad else p.clone().requires_grad_() for p in ps]),
+    ),
+    "a list of None": ("C5", list_of_none),
+    "returns nothing": ("C1", lambda *_: None),
+    "returns numbers": ("C1", lambda *_: ([1], [2])),
+    "raises": ("C1", lambda *_: 1 / 0),
+    "exits": ("C1", lambda *_: sys.exit(3)),
+    "NaN": ("C1", per_buffer(lambda ps, *_: [p * torch.nan for p in ps])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_extractions(name: str) -> None:
+    clause, wrong = WRONG[name]
+    report = check.extraction(wrong)
+    found = report.clauses[clause]
+    assert found is not None, str(report)
+    first = next(c for c in ("C1", "C2", "C3", "C4", "C5") if report.clauses[c])
+    assert first == clause, str(report)
+    assert f"{clause} BROKEN" in str(report)
+    assert "rank 0 |" in found.where  # the strip
+    case = next(case for case in check.cases("extraction") if any(f.clause == clause for f, _ in case.findings(wrong)))
+    with pytest.raises(check.ContractError, match="broken: "):
+        case.check(wrong)
+
+
+def test_the_finding_is_the_smallest() -> None:
+    """A mistake that needs two samples and two ranks is shown on the fewest rows that have it."""
+
+    def wrong(a: Any, b: Any, layout: Layout, rank: int) -> Any:
+        pieces = slicing.extract(a, b, layout, rank)
+        spoil = len(layout.batch) == 2 and layout.cp_size == 2 and rank == 1
+        return (pieces[0][::-1], pieces[1]) if spoil else pieces
+
+    found = check.extraction(wrong).clauses["C2"]
+    assert found is not None
+    assert found.where.startswith("log-probs of sample 0, rank 1 of ")
+    assert "allgather CP, cp_size 2, lengths [3, 2] [2, 1]" in found.where  # in [2, 3] [1, 0] rank 1 has no such row
+
+
+def test_a_candidate_that_hangs() -> None:
+    def hangs(*_: Any) -> None:
+        while True:
+            pass
+
+    report = check.extraction(hangs)
+    assert report.cases <= 3
+    assert report.clauses["C1"] is not None
+    assert report.clauses["C1"].got == "no answer within 2 s"
+
+
+@pytest.mark.parametrize(
+    ("kind", "clause", "wrong"),
+    [
+        ("targets", "C2", lambda tokens, layout, rank: slicing.local_tokens(tokens, layout, rank).roll(-1)),
+        ("targets", "C2", lambda tokens, layout, rank: slicing.targets(tokens, layout, rank, response_only=True)),
+        ("targets", "C1", lambda tokens, layout, rank: slicing.targets(tokens, layout, rank)[:-1]),
+        ("local_tokens", "C2", lambda tokens, layout, rank: slicing.local_tokens(tokens, layout, rank, pad_id=7)),
+        ("weights", "C7", lambda masks, layout, rank: loss.token_weights(masks, layout, rank, per="sample")),
+        ("weights", "C7", lambda m, layout, r: loss.token_weights([x * 0 + 1 for x in m], layout, r, per="token")),
+    ],
+)
+def test_wrong_answers_of_other_kinds(kind: str, clause: str, wrong: Any) -> None:
+    assert check.grade(kind, wrong).clauses[clause] is not None
+
+
+def rows(of: Any) -> Any:
+    def candidate(x: torch.Tensor, t: torch.Tensor) -> Any:
+        log_p = torch.log_softmax(x.float(), 1)
+        return log_p.gather(1, t[:, None])[:, 0], of(x.float(), log_p)
+
+    return candidate
+
+
+@pytest.mark.parametrize(
+    ("clause", "where", "wrong"),
+    [
+        ("C7", "entropy, a logit of -inf", rows(lambda x, log_p: -(log_p.exp() * log_p).sum(1))),
+        ("C7", "entropy, a logit of -inf", rows(lambda x, log_p: x.logsumexp(1) - (log_p.exp() * x).sum(1))),
+        ("C4", "one row", rows(lambda x, log_p: -(log_p.exp() * log_p).nansum(1).detach())),
+        ("C7", "entropy, one row", rows(lambda x, log_p: -(log_p.exp() * log_p).nan_to_num(0).sum(1) / 0.6931)),
+    ],
+)
+def test_wrong_rows(clause: str, where: str, wrong: Any) -> None:
+    found = check.log_prob_entropy(wrong).clauses[clause]
+    assert found is not None
+    assert found.where.startswith(where)
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="kind 'sorcery' is none of extraction"):
+        check.grade("sorcery", slicing.extract)
+
+
+# ---------------------------------------------------------------- on real ranks
+
+
+@pytest.mark.parametrize(
+    ("step", "broken"),
+    [("#1788", "C6"), ("#1822", "C6"), ("#1846", "C4"), ("#2153", "C4 C6"), ("#2123", "C4"), ("now", "")],
+)
+def test_steps_of_the_history(step: str, broken: str) -> None:
+    started = time.monotonic()
+    report = check.step(history.LINE[step])
+    assert " ".join(clause for clause, found in report.clauses.items() if found) == broken, str(report)
+    assert report.cases == 14
+    assert time.monotonic() - started < 60
+
+
+def test_a_redistribution_with_the_wrong_convention() -> None:
+    """The sum's gradient kept to itself: what another rank's loss says never comes back."""
+
+    def wrong(keys: Any, layout: Layout, rank: int, group: Any) -> Any:
+        moved = []
+        for pieces in keys:
+            whole = [history._padded(p, i, layout, rank) for i, p in enumerate(pieces)]
+            summed = collectives.all_reduce(torch.cat(whole), group, loss="replicated")
+            responses = torch.split(summed, list(layout.batch.response_lengths))
+            firsts = map(layout.batch.first_predicting, range(len(responses)))
+            spans = layout.as_zigzag().response_spans(rank)
+            owned = zip(responses, firsts, spans, strict=True)
+            moved.append([torch.cat([v.narrow(0, s.position - f, s.length) for s in own]) for v, f, own in owned])
+        return moved
+
+    report = check.redistribution(wrong)
+    assert report.clauses["C6"] is None
+    assert report.clauses["C7"] is not None
+    assert report.clauses["C7"].where.startswith("log-prob gradient")
+
+
+# ---------------------------------------------------------------- command line and adapters
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from refimpl import slicing\nright = slicing.extract\ndef wrong(a, b, layout, rank):\n    return [], []\n"
+    )
+    for name, code in (("right", 0), ("wrong", 1)):
+        command = [sys.executable, "-m", "refimpl", "check", f"mine:{name}", "--kind", "extraction"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith("extract as extraction" if name == "right" else "wrong as extraction")
+        assert ("C1 BROKEN" in done.stdout) == (name == "wrong")
+
+
+BOTH = """
+def _extract_per_sample(log_prob_full, entropy_full, total_lengths, response_lengths, allgather_cp):
+    start, rank, here = 0, mpu.get_context_parallel_rank(), log_prob_full.size(0)
+    lists = [], []
+    for total, response in zip(total_lengths, response_lengths):
+        first, last = max(start + total - response - 1, rank * here), min(start + total - 1, (rank + 1) * here)
+        for out, full in zip(lists, (log_prob_full, entropy_full)):
+            if full is not None:
+                out.append(full[:0] if last <= first else full[first - rank * here : last - rank * here])
+        start += total
+    return lists
+
+
+def get_logits_and_tokens_offset_with_cp(): ...
+def slice_log_prob_with_cp(): ...
+"""
+
+
+def test_an_adapter_to_another_signature(tmp_path: Path) -> None:
+    """A stand-in with slime's names, windows only: absent entropy comes back as an empty list, zigzag is wrong."""
+    folder = tmp_path / "slime/backends/megatron_utils"
+    folder.mkdir(parents=True)
+    for name in ("loss.py", "cp_utils.py"):
+        (folder / name).write_text("import nothing_that_is_installed\n" + BOTH)
+    candidate = adapters.slime_extraction(tmp_path)
+    window = check.Case("extraction", Layout(Batch([8], [2]), "thd", "contiguous", 2))
+    assert [finding.clause for finding, _ in window.findings(candidate)] == ["C5", "C5"]
+    zigzag = check.Case("extraction", Layout(Batch([8], [2]), "thd", "zigzag", 2))
+    assert "C2" in {finding.clause for finding, _ in zigzag.findings(candidate)}
+
+
+def test_load_takes_single_functions() -> None:
+    source = "import nothing\ndef one(x: Unknown) -> Unknown:\n    return helper(x)\ndef two():\n    raise\n"
+    assert adapters.load(source, "one", helper=lambda x: x + 1).one(1) == 2
+    assert isinstance(adapters.load(source, "one"), SimpleNamespace)
+    with pytest.raises(ValueError, match="no function or class three"):
+        adapters.load(source, "one", "three")
