@@ -1,0 +1,79 @@
+"""The puzzles: every solution is right, every known mistake is rejected by name, and an empty stub is not wrong yet."""
+
+import math
+from typing import Any
+
+import pytest
+
+import puzzles
+import solutions
+
+
+def named(name: str, fn: Any) -> Any:
+    def answer(*args: Any) -> Any:
+        return fn(*args)
+
+    answer.__name__ = name
+    return answer
+
+
+@pytest.mark.parametrize("name", puzzles.PUZZLES)
+def test_the_solution_is_right_and_short(name: str) -> None:
+    import inspect
+
+    assert puzzles.verdict(getattr(solutions, name)).startswith("right, in ")
+    body = inspect.getsource(getattr(solutions, name)).strip().splitlines()[2:]
+    assert len(body) <= 8
+
+
+@pytest.mark.parametrize(("name", "mistake"), [(n, m) for n, p in puzzles.PUZZLES.items() for m in p.mistakes])
+def test_a_known_mistake_is_named(name: str, mistake: str) -> None:
+    verdict = puzzles.verdict(named(name, puzzles.PUZZLES[name].mistakes[mistake]))
+    assert verdict.startswith(f"wrong: {name}(")
+    assert f"it looks as if {mistake}" in verdict.splitlines()
+    if puzzles.PUZZLES[name].strip:
+        assert "rank 0 |" in verdict
+
+
+@pytest.mark.parametrize("name", puzzles.PUZZLES)
+def test_a_stub_an_error_and_nonsense(name: str) -> None:
+    assert puzzles.verdict(named(name, lambda *_: None)) == "not answered yet"
+    assert "ZeroDivisionError" in puzzles.verdict(named(name, lambda *_: 1 // 0))
+    assert puzzles.verdict(named(name, lambda *_: "nonsense")).startswith("wrong: ")
+    drawing = puzzles.show(named(name, lambda *_: None))
+    assert "not answered yet" in str(drawing)
+    assert drawing.bytes("png")[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", puzzles.PUZZLES)
+def test_hints_come_one_at_a_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hints = puzzles.PUZZLES[name].hints
+    for number, text in enumerate(hints, 1):
+        puzzles.hint(named(name, None), number)
+        assert capsys.readouterr().out == text + "\n"
+    puzzles.hint(named(name, None), len(hints) + 1)
+    assert "solutions.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "want"),
+    [  # by hand
+        ("positions", ([2, 3],), [0, 1, 0, 1, 2]),
+        ("targets", ([[1, 2], [3, 4]],), [2, -100, 4, -100]),
+        ("response_rows", ([3, 4], [1, 3]), [[1], [3, 4, 5]]),
+        ("owner", (5, 8, 2), 1),
+        ("owner", (6, 8, 2), 0),
+        ("held", (0, 8, 2), [0, 1, 6, 7]),
+        ("window", (1, 7, 2), [4, 8]),
+        ("clip", (2, 6, 4, 8), [0, 1]),
+        ("clip", (1, 3, 4, 8), []),
+        ("triple", ([0.0, 0.0, -math.inf],), [0.0, 2.0, 0.0]),
+        ("merge", ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0]), [0.0, 2.0, 0.0]),
+        ("entropy", (7.0, 2.0, 0.0), math.log(2)),
+        ("sends", ([4, 5, 6, 7], [0, 1, 6, 7]), [6, 7]),
+        ("first_difference", ([["a"], ["a", "b"]],), 1),
+    ],
+)
+def test_what_is_right(name: str, args: tuple[Any, ...], want: Any) -> None:
+    assert puzzles._same(want, puzzles.PUZZLES[name].right(*args))
+    assert puzzles._same(want, getattr(solutions, name)(*args))
