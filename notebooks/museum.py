@@ -98,7 +98,9 @@ def show(name: str, side: str = "") -> None:
         print(f"{exhibit.kind}: {exhibit.symptom}\nsmallest input: {exhibit.smallest}")
         return
     try:
-        print(f"{side}: {getattr(exhibit, side)()}")
+        value = getattr(exhibit, side)()
+        per_rank = isinstance(value, list) and len(str(value)) > 100
+        print(f"{side}:", *([f"\n  rank {rank}: {one}" for rank, one in enumerate(value)] if per_rank else [value]))
     except Exception as error:
         print(f"{side}: {type(error).__name__}: {str(error).splitlines()[0]}")
 
@@ -446,16 +448,17 @@ STEPS = {  # merged into slime's main branch
 
 def time_line() -> Drawing:
     """The steps of slime's history by the day they were merged."""
-    figure = Figure((8.4, 2.9))
+    figure = Figure((8.4, 2.4))
     axes = figure.add_axes((0.03, 0.14, 0.94, 0.74))
     days: list[Any] = list(STEPS.values())
-    for height, (name, day) in enumerate(STEPS.items()):
+    for number, (name, day) in enumerate(STEPS.items()):
         when: Any = day
         left = day < datetime.date(2026, 5, 15)
+        height = 2 - number if left else number - 3  # no label is crossed by another one's line
         axes.plot([when, when], [0, height + 1], color="#666666", lw=0.8)
         axes.text(when, height + 1, f" {name} ", fontsize=7.5, va="center", ha="left" if left else "right")
     axes.plot(days, [0] * len(days), "o", color="#E69F00")
-    axes.set(ylim=(-0.6, len(days) + 0.8), yticks=[])
+    axes.set(ylim=(-0.4, 4.8), yticks=[])
     axes.xaxis.set_major_locator(MonthLocator())  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_formatter(DateFormatter("%b %Y"))  # type: ignore[no-untyped-call]
     axes.tick_params(labelsize=7)

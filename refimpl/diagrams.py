@@ -148,15 +148,15 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> 
 
 def beside(want: Sequence[str], got: Sequence[str], title: str) -> Drawing:
     """A target and an answer to it, entry below entry; what differs is framed in the answer."""
-    width = max(len(want), len(got), 1)
-    figure, axes = _canvas(0, 2 * width, title)
+    box = max(2, *(-(-len(text) // 3) for text in (*want, *got)))  # wide enough for the longest entry
+    figure, axes = _canvas(0, box * max(len(want), len(got), 1), title)
     figure.set_figheight(1.7)
     axes.set_ylim(3.2, -1.2)
     for lane, (name, entries) in enumerate({"target": want, "yours": got}.items()):
         axes.text(-0.3, lane * LANE + 0.5, name, ha="right", va="center", fontsize=8)
         for x, text in enumerate(entries):
             wrong = lane == 1 and (x >= len(want) or text != want[x])
-            _box(axes, 2 * x, lane, 2, text, "white" if wrong else COLOURS[0], False, wrong)
+            _box(axes, box * x, lane, box, text, "white" if wrong else COLOURS[0], False, wrong)
     lines = [f"{name} {' '.join(entries)}".rstrip() for name, entries in (("target:", want), ("yours: ", got))]
     return Drawing(figure, "\n".join([title, *lines]))
 

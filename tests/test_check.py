@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import test_layout
 import torch
 
 import adapters
@@ -98,6 +100,29 @@ def test_wrong_extractions(name: str) -> None:
     case = next(case for case in check.cases("extraction") if any(f.clause == clause for f, _ in case.findings(wrong)))
     with pytest.raises(check.ContractError, match="broken: "):
         case.check(wrong)
+
+
+EXPECTED = {  # which clause each mutant of test_layout breaks, as an extraction, or as targets
+    "first_row_late": "C2", "first_row_early": "C2", "padding_included": "C2", "other_split": "C2",
+    "second_chunk_of_the_neighbour": "C2", "last_sample_forgotten": "C1", "none_for_empty": "C1",
+    "zeros_for_empty": "C4", "other_dtype_for_empty": "C3", "detached": "C4", "falling_position": "C2",
+    "local_roll": "C2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), test_layout.MUTANTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_every_mutant_of_the_layouts(owner: Any, name: str, mutant: Any) -> None:
+    """Mutated only while the candidate runs; the grader keeps the right layouts."""
+    target = {"response_pieces": slicing, "targets": slicing}.get(name, owner)
+    kind = "targets" if name == "targets" else "extraction"
+
+    def candidate(*args: Any) -> Any:
+        with mock.patch.object(target, name, mutant):
+            return getattr(slicing, "targets" if name == "targets" else "extract")(*args)
+
+    report = check.grade(kind, candidate)
+    broken = [clause for clause, found in report.clauses.items() if found]
+    assert EXPECTED[mutant.__name__] in broken, str(report)
 
 
 def test_the_finding_is_the_smallest() -> None:

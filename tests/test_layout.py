@@ -159,9 +159,7 @@ def local_roll(tokens: list[torch.Tensor], layout: Layout, rank: int, *, respons
     return torch.where(right == NO_TARGET, NO_TARGET, local_tokens(tokens, layout, rank).roll(-1))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
+MUTANTS = [
         (Batch, "first_predicting", first_row_late),
         (Batch, "first_predicting", first_row_early),
         (Layout, "spans", padding_included),
@@ -174,8 +172,10 @@ def local_roll(tokens: list[torch.Tensor], layout: Layout, rank: int, *, respons
         (sys.modules[__name__], "response_pieces", detached),
         (sys.modules[__name__], "response_pieces", falling_position),
         (sys.modules[__name__], "targets", local_roll),
-    ],
-)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS)
 def test_a_mutant_is_caught(owner: object, name: str, mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
