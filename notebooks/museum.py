@@ -110,9 +110,13 @@ def reveal(name: str, prediction: Any = None) -> None:
     show(name, "old")
     show(name, "new")
     exhibit = EXHIBITS[name]
-    print("caught by:", exhibit.caught_by)
+    print(f"caught by: {exhibit.caught_by}\nreported in: {exhibit.link}")
     if prediction is not None:
-        print("as you predicted" if str(prediction) == str(exhibit.old()) else "not what you predicted")
+        print("as you predicted" if _plain(prediction) == _plain(exhibit.old()) else "not what you predicted")
+
+
+def _plain(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def report(name: str) -> None:
@@ -292,7 +296,7 @@ EXHIBITS = {
     "token rows for logit rows": Exhibit(
         "silent wrong number",
         f"{GITHUB}THUDM/slime/commit/e8d3f58f3",
-        "log-probs that are those of the next token over; the last one scores nothing",
+        "every log-prob belongs to the token after the one that it is booked under",
         "one sample of 8 tokens, response of 2: which rows score it",
         partial(rows_of_tokens, 8, 2),
         lambda: [row for (s,) in Layout(Batch([8], [2])).response_spans(0) for row in range(s.row, s.row + s.length)],
@@ -441,7 +445,7 @@ STEPS = {  # merged into slime's main branch
     "#1846 zeros for None": datetime.date(2026, 4, 20),
     "#2144 fused": datetime.date(2026, 6, 29),
     "#2152 memory, and a TypeError": datetime.date(2026, 6, 30),
-    "#2153 that mended": datetime.date(2026, 6, 30),
+    "#2153 mends the TypeError": datetime.date(2026, 6, 30),
     "#2123 slices for zeros": datetime.date(2026, 7, 1),
 }
 
@@ -467,6 +471,13 @@ def time_line() -> Drawing:
     return Drawing(
         figure, "\n".join(["slime: one bug, seven steps", *(f"{day}  {name}" for name, day in STEPS.items())])
     )
+
+
+def own_shard_weights(wrong: bool) -> list[list[float]]:
+    """Of a sample of 1 prompt and 4 response tokens, on each of 2 ranks."""
+    layout, masks = Layout(Batch([5], [4]), cp_size=2), [torch.ones(4)]
+    rule = weights_of_own_shard if wrong else weights_per_sample
+    return [rounded(rule(masks, layout, rank)[0]) for rank in range(2)]
 
 
 def log_of(fn: Callable[..., Any], *args: Any) -> str:
@@ -496,15 +507,22 @@ MYSTERIES: dict[str, tuple[Callable[[], str], Sequence[str], int]] = {  # report
         2,
     ),
     "C": (
-        lambda: (
-            f"{log_of(history.train, history.LINE['#2153'], MIXED, 0.0)}\nAll is well with another entropy coefficient."
-        ),
+        lambda: f"weights of 4 response tokens, cp 2, zigzag: {own_shard_weights(True)}; on one process 0.25 each",
         (
-            "requires_grad of the entropy differs between the ranks",
-            "rank 1 has no response rows at all",
-            "the ranks have different batches",
+            "a factor of cp_size from the wrong gradient convention",
+            "each rank divides by the tokens that it holds",
+            "one token is counted on both ranks",
         ),
-        0,
+        1,
     ),
 }
-BEHIND = {"A": "an early return", "B": "padded columns", "C": "zeros that ask"}
+EXHIBITS["the shard's own tokens"] = Exhibit(
+    "silent wrong number",
+    f"{GITHUB}NVIDIA/Megatron-LM/issues/673",
+    "the loss changes with cp_size",
+    "one sample of 5 tokens, 4 of them response, cp 2, zigzag: the weights of the mean",
+    partial(own_shard_weights, True),
+    partial(own_shard_weights, False),
+    "the weights of all ranks must sum to 1",
+)
+BEHIND = {"A": "an early return", "B": "padded columns", "C": "the shard's own tokens"}

@@ -4,6 +4,7 @@
 a time. What is right comes from ``refimpl`` or is counted out here; ``solutions.py`` holds short answers.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,10 @@ def verdict(answer: Answer) -> str:
     for args in puzzle.cases:
         want, got = puzzle.right(*args), _try(answer, args)
         if not _same(want, got):
-            lines = [f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}"]
+            entry = _first_wrong(want, got)
+            lines = [
+                f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}{entry}"
+            ]
             for mistake, wrong in puzzle.mistakes.items():
                 if all(_text(_try(wrong, other)) == _text(_try(answer, other)) for other in puzzle.cases):
                     lines.append(f"it looks as if {mistake}")
@@ -59,15 +63,25 @@ def verdict(answer: Answer) -> str:
     return f"right, in {len(puzzle.cases)} cases"
 
 
+def _first_wrong(want: Any, got: Any) -> str:
+    if not isinstance(want, list) or not isinstance(got, list) or len(want) < 2:
+        return ""
+    entry = next(
+        (k for k, (a, b) in enumerate(zip(want, got, strict=False)) if not _same(a, b)), min(len(want), len(got))
+    )
+    return f" (first at entry {entry})"
+
+
 def hint(answer: Answer, number: int = 1) -> None:
     """Print one hint; ask for 1 first."""
     hints = PUZZLES[answer.__name__].hints
-    print(hints[number - 1] if number <= len(hints) else "no more hints; the solution is in solutions.py")
+    print(hints[number - 1] if 1 <= number <= len(hints) else "no more hints; the solution is in solutions.py")
 
 
 def _try(answer: Answer, args: tuple[Any, ...]) -> Any:
+    """What the answer gives for copies of the arguments; an error as text."""
     try:
-        return answer(*args)
+        return answer(*(arg if isinstance(arg, torch.Tensor) else copy.deepcopy(arg) for arg in args))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -75,24 +89,32 @@ def _try(answer: Answer, args: tuple[Any, ...]) -> Any:
 def _same(want: Any, got: Any) -> bool:
     if isinstance(want, torch.Tensor):
         kept = isinstance(got, torch.Tensor) and (got.dtype, got.shape) == (want.dtype, want.shape)
-        return bool(kept and got.requires_grad and got.grad_fn is not None)
+        return bool(kept and got.requires_grad and _leads_back(got))
     if isinstance(want, float):
-        return isinstance(got, float | int) and (want == got or math.isclose(want, got, rel_tol=1e-6, abs_tol=1e-9))
+        return type(got) in (float, int) and (want == got or math.isclose(want, got, rel_tol=1e-6, abs_tol=1e-9))
     if isinstance(want, list | tuple):
         alike = isinstance(got, list | tuple) and len(want) == len(got)
         return bool(alike and all(_same(a, b) for a, b in zip(want, got, strict=True)))
-    return bool(want == got)
+    return type(want) is type(got) and bool(want == got)
+
+
+def _leads_back(piece: torch.Tensor) -> bool:
+    """To X, the buffer of puzzle 8."""
+    return torch.autograd.grad(piece.sum(), X, retain_graph=True, allow_unused=True)[0] is not None
 
 
 def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        graph = "in the graph" if value.grad_fn is not None else "outside the graph"
+        if value.dim() == 0:
+            return f"a tensor, {value.item():.4g}"
+        graph = "leads to x" if value.requires_grad and _leads_back(value) else "does not lead to x"
         return f"{len(value)} rows of {str(value.dtype).removeprefix('torch.')}, {graph}"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
-    return repr(value) if isinstance(value, str) else str(value)
+    plain = value is None or isinstance(value, int | str)
+    return (repr(value) if isinstance(value, str) else str(value)) if plain else f"{type(value).__name__} {value}"
 
 
 def _entries(value: Any) -> list[str]:
@@ -280,6 +302,8 @@ PUZZLES = {
             ([0.0, 1.0, 0.0], [3.0, 1.5, -0.2]),
             ([3.0, 1.5, -0.2], [0.0, 1.0, 0.0]),
             ([2.0, 1.0, 0.0], [-INF, 0.0, 0.0]),
+            ([-INF, 0.0, 0.0], [2.0, 1.0, 0.0]),
+            ([-INF, 0.0, 0.0], [-INF, 0.0, 0.0]),
         ],
         [([0.0, 1.0, 0.0], [3.0, 1.5, -0.2])],
         [

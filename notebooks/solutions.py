@@ -63,7 +63,7 @@ def merge(one: list[float], other: list[float]) -> list[float]:
     """The triple of the columns of both."""
     m, moved = max(one[0], other[0]), []
     for m_old, s, w in (one, other):
-        d = m_old - m if s else 0.0
+        d = m_old - m if s else 0.0  # -inf - -inf is no number
         moved.append((math.exp(d) * s, math.exp(d) * (w + d * s)))
     return [m, moved[0][0] + moved[1][0], moved[0][1] + moved[1][1]]
 

@@ -63,7 +63,10 @@ def grade(arguments: list[str]) -> bool:
     options = parser.parse_args(arguments)
     module, _, name = options.candidate.partition(":")
     sys.path.insert(0, "")
-    function = getattr(importlib.import_module(module), name)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        parser.error(f"{options.candidate!r} is no function that can be imported: {error}")
     report = check.redistribution(function) if options.kind == "redistribution" else check.grade(options.kind, function)
     print(report)
     return report.ok

@@ -1,11 +1,7 @@
 """What ``check`` puts before a candidate, and how it judges the answer: one judge for each kind."""
 
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,53 +9,10 @@ from torch import Tensor
 from torch.autograd import grad
 
 from refimpl import slicing
+from refimpl.candidate import Broken, Candidate, Finding, call
 from refimpl.diagrams import describe
 from refimpl.history import Trained
 from refimpl.layout import Batch, Layout
-
-Candidate = Callable[..., Any]
-LIMIT = 2.0  # seconds for one call of a candidate
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One clause broken in one case: what was expected, and what came."""
-
-    clause: str
-    where: str
-    expected: str
-    got: str
-
-    def __str__(self) -> str:
-        return f"{self.clause} broken: {self.where}\n  expected {self.expected}\n  got      {self.got}"
-
-
-class Broken(Exception):  # noqa: N818  (a finding in the making)
-    """Expected, got: the candidate gave nothing that could be looked at."""
-
-
-def call(fn: Candidate, *args: Any) -> Any:
-    """What the candidate returns; whatever else it does becomes ``Broken``."""
-
-    def late(_: int, __: FrameType | None) -> None:
-        raise TimeoutError
-
-    alarmed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    before = signal.signal(signal.SIGALRM, late) if alarmed else None
-    try:
-        if alarmed:
-            signal.setitimer(signal.ITIMER_REAL, LIMIT)
-        return fn(*args)
-    except TimeoutError:
-        raise Broken("an answer", f"no answer within {LIMIT:g} s") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise Broken("an answer", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
-    finally:
-        if alarmed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
 
 def held_rows(layout: Layout, rank: int) -> list[list[tuple[int, int]]]:
@@ -92,30 +45,40 @@ def _two(fn: Candidate, *args: Any) -> Any:
 
 
 def judge_extraction(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]:
-    """C1 to C5, with a buffer in which each row has a value of its own."""
-    held = held_rows(layout, rank)
-    code = torch.arange(layout.rows, dtype=torch.float64) + 1  # each row its own value
-    log_prob, entropy = (-code).requires_grad_(), code.clone().requires_grad_()
-    got = _two(fn, log_prob, entropy, layout, rank)
-    both = [_pieces(got[0], layout, "log-probs"), _pieces(got[1], layout, "entropies")]
-    for pieces, buffer, name in zip(both, (log_prob, entropy), ("log-probs", "entropies"), strict=True):
-        for i, (piece, pairs) in enumerate(zip(pieces, held, strict=True)):
-            found, want = [round(abs(v)) - 1 for v in piece.detach().flatten().tolist()], [row for _, row in pairs]
-            if found != want:
-                yield Finding("C2", f"{name} of sample {i}", f"rows {want}", f"rows {found}")
-                return
-        for i, piece in enumerate(pieces):
-            if (piece.dtype, piece.device) != (buffer.dtype, buffer.device):
-                yield Finding("C3", f"{name} of sample {i}", f"{buffer.dtype}", f"{piece.dtype} on {piece.device}")
-            if not piece.requires_grad or grad(piece.sum(), buffer, retain_graph=True, allow_unused=True)[0] is None:
-                yield Finding("C4", f"{name} of sample {i}", "a path to the buffer", describe(piece))
-    if [p.shape for p in both[0]] != [p.shape for p in both[1]]:
-        yield Finding("C5", "", "entropies of the log-probs' shapes", f"{[list(p.shape) for p in both[1]]}")
-    values = _pieces(_two(fn, log_prob, entropy.detach(), layout, rank)[1], layout, "entropies")
-    if any(piece.requires_grad for piece in values):
-        yield Finding("C5", "", "no gradient where the entropy has none", str([describe(p) for p in values]))
-    if (absent := _two(fn, log_prob, None, layout, rank)[1]) is not None:
-        yield Finding("C5", "entropy not asked for", "None in place of the list", str(absent))
+    """C1 to C5 and C7, on fp16 buffers in which each row has a value of its own; with, without and detached entropy."""
+    held, code = held_rows(layout, rank), torch.arange(layout.rows, dtype=torch.float16)
+    log_prob, entropy = (-code - 1).requires_grad_(), (code + 1000).requires_grad_()
+    for asked in (entropy, entropy.detach(), None):
+        got = _two(fn, log_prob, asked, layout, rank)
+        both = {"log-probs": (_pieces(got[0], layout, "log-probs"), log_prob)}
+        if asked is not None:
+            both["entropies"] = (_pieces(got[1], layout, "entropies"), asked)
+        elif got[1] is not None:
+            yield Finding("C5", "entropy not asked for", "None in place of the list", str(got[1]))
+        for name, (pieces, buffer) in both.items():
+            for i, (piece, pairs) in enumerate(zip(pieces, held, strict=True)):
+                yield from _judge_piece(piece, buffer, [row for _, row in pairs], f"{name} of sample {i}")
+    if not torch.equal(log_prob.detach(), -code - 1) or not torch.equal(entropy.detach(), code + 1000):
+        yield Finding("C7", "", "the caller's buffers as they were", "other values in them")
+
+
+def _judge_piece(piece: Tensor, buffer: Tensor, rows: list[int], where: str) -> Iterator[Finding]:
+    want, weights = buffer.detach()[rows], torch.arange(1.0, len(rows) + 1, dtype=buffer.dtype)
+    if piece.shape != want.shape or not torch.equal(piece.detach().double(), want.double()):
+        yield Finding("C2", where, f"rows {rows}: {want.tolist()}", str(piece.tolist()))
+        return
+    if (piece.dtype, piece.device) != (buffer.dtype, buffer.device):
+        yield Finding("C3", where, f"{buffer.dtype} on {buffer.device}", f"{piece.dtype} on {piece.device}")
+    if not buffer.requires_grad:
+        if piece.requires_grad:
+            yield Finding("C5", where, "no gradient where the entropy has none", describe(piece))
+        return
+    loss = (piece * weights).sum()
+    reached = grad(loss, buffer, retain_graph=True, allow_unused=True)[0] if piece.requires_grad else None
+    if reached is None:
+        yield Finding("C4", where, "a path to the buffer", describe(piece))
+    elif reached.tolist() != torch.zeros_like(buffer).index_put((torch.tensor(rows).long(),), weights).tolist():
+        yield Finding("C7", where, f"a gradient of {weights.tolist()} on rows {rows}", str(reached.tolist()))
 
 
 def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: int) -> Iterator[Finding]:
@@ -127,25 +90,28 @@ def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: 
             for n in range(span.length):
                 if span.position + n + shift < len(tokens_i):
                     want[span.row + n] = int(tokens_i[span.position + n + shift])
-    got = call(fn, tokens, layout, rank)
+    got = call(fn, [sample.clone() for sample in tokens], layout, rank)
     if not isinstance(got, Tensor) or got.shape != (layout.rows,):
         raise Broken(f"a tensor of {layout.rows} rows", str(list(got.shape)) if isinstance(got, Tensor) else repr(got))
+    if got.dtype != torch.int64:
+        yield Finding("C3", "", "torch.int64, as the tokens", str(got.dtype))
     if got.tolist() != want:
         row = next(r for r, (a, b) in enumerate(zip(got.tolist(), want, strict=True)) if a != b)
         yield Finding("C2", f"row {row}", str(want), str(got.tolist()))
 
 
 def judge_weights(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]:
-    """The weights of a mean per token, under masks that leave out each third token."""
-    masks = [(torch.arange(n) % 3 != 1).float() for n in layout.batch.response_lengths]  # 1 0 1 1 0 1 ...
-    total = max(1.0, sum(float(mask.sum()) for mask in masks))
-    got = _pieces(call(fn, masks, layout, rank), layout, "weights")
-    for i, (piece, pairs) in enumerate(zip(got, held_rows(layout, rank), strict=True)):
-        first = layout.batch.first_predicting(i)
-        want = [round(float(masks[i][p - first]) / total, 5) for p, _ in pairs]
-        if [round(v, 5) for v in piece.flatten().tolist()] != want:
-            yield Finding("C7", f"sample {i}", str(want), str([round(v, 5) for v in piece.flatten().tolist()]))
-            return
+    """The weights of a mean per token, under masks that leave out each third token, and under masks of zeros."""
+    for keep in (1.0, 0.0):
+        masks = [(torch.arange(n) % 3 != 1) * keep for n in layout.batch.response_lengths]  # 1 0 1 1 0 1 ...
+        total = max(1.0, sum(float(mask.sum()) for mask in masks))
+        got = _pieces(call(fn, [mask.clone() for mask in masks], layout, rank), layout, "weights")
+        for i, (piece, pairs) in enumerate(zip(got, held_rows(layout, rank), strict=True)):
+            first = layout.batch.first_predicting(i)
+            want = [round(float(masks[i][p - first]) / total, 5) for p, _ in pairs]
+            if (found := [round(v, 5) if v == v else v for v in piece.flatten().tolist()]) != want:
+                yield Finding("C7", f"sample {i}, {'some' if keep else 'no'} token counts", str(want), str(found))
+                return
 
 
 def judge_trained(got: Trained, layout: Layout, rank: int, coefficient: float) -> Iterator[Finding]:
@@ -174,6 +140,8 @@ ROWS: dict[str, tuple[list[list[float]], list[int], torch.dtype]] = {  # logits,
     "two rows": ([[1.0, -1.0, 0.5], [0.0, 3.0, -2.0]], [2, 1], torch.float32),
     "bf16": ([[1.5, -1.0, 0.5, 4.0]], [0], torch.bfloat16),
     "a row of NaN beside another": ([[float("nan"), 1.0], [1.0, 2.0]], [0, 1], torch.float32),
+    "a row of -inf beside another": ([[-INF, -INF], [1.0, 2.0]], [0, 1], torch.float32),
+    "three rows": ([[1.0, -1.0], [0.5, 0.25], [-3.0, 3.0]], [0, 1, 1], torch.float32),
     "no rows": ([], [], torch.float32),
 }
 
@@ -190,7 +158,8 @@ def judge_log_prob_entropy(fn: Candidate, name: str) -> Iterator[Finding]:
     plogp = torch.where(p == 0, 0, p * log_p)
     right = (log_p.gather(1, goals[:, None])[:, 0], -plogp.sum(1))
     of_entropy = -torch.where(p == 0, 0, p * (log_p - plogp.sum(1, keepdim=True)))
-    slope = torch.nn.functional.one_hot(goals, exact.shape[1]) - p + of_entropy
+    upon = torch.arange(1.0, len(wanted) + 1), 3 - 2 * torch.arange(0.0, len(wanted))  # each row and output its own
+    slope = upon[0][:, None] * (torch.nn.functional.one_hot(goals, exact.shape[1]) - p) + upon[1][:, None] * of_entropy
     near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     try:
         got = _two(fn, logits, goals)
@@ -203,13 +172,13 @@ def judge_log_prob_entropy(fn: Candidate, name: str) -> Iterator[Finding]:
         if not all(value.requires_grad for value in got):
             yield Finding("C4", where, "a graph to the logits", "values without gradient")
             return
-        (gradient,) = call(grad, got[0].sum() + got[1].sum(), logits, None, None, False, True)
+        (gradient,) = call(grad, (got[0] * upon[0]).sum() + (got[1] * upon[1]).sum(), logits, None, None, False, True)
         if gradient is None:
             yield Finding("C4", where, "a gradient", "None")
         elif not torch.allclose(gradient.double(), slope, near, near, equal_nan=True):
             yield Finding("C7", f"gradient, {where}", str(_short(slope)), str(_short(gradient)))
-        if not torch.equal(logits.detach().nan_to_num(), before.nan_to_num()):
-            yield Finding("C3", where, "the caller's logits as they were", str(_short(logits)))
+        if not bool(((logits == before) | (logits.isnan() & before.isnan())).all()):
+            yield Finding("C7", where, "the caller's logits as they were", str(_short(logits)))
     except Broken as broken:
         yield Finding("C1", where, *broken.args)
 
@@ -235,14 +204,15 @@ def layouts() -> list[Layout]:
         for cp in (1, 2, 3, 4):
             found += [Layout(batch, "thd", "zigzag", cp), Layout(batch, "bshd", "zigzag", cp)]
             found += [Layout(batch, "thd", "contiguous", cp), Layout(batch, "bshd", "contiguous", cp)]
-    wide = [Layout(Batch([3, 5], [1, 4]), "bshd", "zigzag", cp, max_seq_len=8) for cp in (1, 2)]
-    return sorted([*found, *wide, *BATCHES], key=lambda layout: (layout.rows * layout.cp_size, layout.cp_size))
+    found += [Layout(Batch([3, 5], [1, 4]), "bshd", "zigzag", cp, max_seq_len=8) for cp in (1, 2)]
+    once = {(str(layout), layout.batch, layout.rows): layout for layout in [*found, *BATCHES]}  # cp 1 has one split
+    return sorted(once.values(), key=lambda layout: (layout.rows * layout.cp_size, layout.cp_size))
 
 
 JUDGES: dict[str, tuple[Callable[..., Iterator[Finding]], str]] = {  # and which clauses they look at
-    "extraction": (judge_extraction, "C1 C2 C3 C4 C5"),
-    "local_tokens": (partial(judge_tokens, shift=0, fill=0), "C1 C2"),
-    "targets": (partial(judge_tokens, shift=1, fill=slicing.NO_TARGET), "C1 C2"),
+    "extraction": (judge_extraction, "C1 C2 C3 C4 C5 C7"),
+    "local_tokens": (partial(judge_tokens, shift=0, fill=0), "C1 C2 C3"),
+    "targets": (partial(judge_tokens, shift=1, fill=slicing.NO_TARGET), "C1 C2 C3"),
     "weights": (judge_weights, "C1 C7"),
-    "log_prob_entropy": (judge_log_prob_entropy, "C1 C3 C4 C7"),
+    "log_prob_entropy": (judge_log_prob_entropy, "C1 C4 C7"),
 }

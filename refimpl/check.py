@@ -5,16 +5,19 @@
     def test_mine(case): case.check(my_function)     # raises ContractError
     python -m refimpl check my_module:my_function --kind extraction
 
-Ranks are simulated in this process, one after another; ``step`` takes real ones, for C6. A candidate that raises, hangs
-(for two seconds) or returns something odd is a finding, not a crash. ``KINDS`` says what is called, and how.
+Ranks are simulated in this process, one after another; ``step`` takes real ones, for C6. A candidate that raises, takes
+longer than two seconds (in the main thread) or returns something odd is a finding, not a crash, unless it ends the
+process. ``KINDS`` says what is called, and how.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from refimpl import history, ranks, slicing
-from refimpl.cases import BATCHES, JUDGES, ROWS, Broken, Candidate, Finding, judge_trained, layouts
+from refimpl.candidate import LIMIT, Broken, Candidate, Finding, Late, limited
+from refimpl.cases import BATCHES, JUDGES, ROWS, judge_trained, layouts
 from refimpl.diagrams import strips
 from refimpl.layout import Layout
 from refimpl.recorder import table
@@ -43,19 +46,25 @@ class Case:
     def __str__(self) -> str:
         if self.layout is None:
             return self.logits
-        batch = self.layout.batch
-        return f"{self.layout}, lengths {list(batch.total_lengths)} {list(batch.response_lengths)}"
+        batch, rows = self.layout.batch, self.layout.rows
+        return f"{self.layout}, {rows} rows, lengths {list(batch.total_lengths)} {list(batch.response_lengths)}"
 
     def findings(self, fn: Candidate) -> Iterator[tuple[Finding, int]]:
         """What ``fn`` breaks here, one clause after another, and on which rank."""
         for rank in range(self.layout.cp_size if self.layout else 1):
-            arguments = (self.layout, rank) if self.layout else (self.logits,)
+            found: list[Finding] = []
             try:
-                yield from ((finding, rank) for finding in JUDGES[self.kind][0](fn, *arguments))
+                with limited():
+                    found.extend(JUDGES[self.kind][0](fn, *((self.layout, rank) if self.layout else (self.logits,))))
             except Broken as broken:
-                yield Finding("C1", "", *broken.args), rank
-            except Exception as error:  # values that cannot even be compared
-                yield Finding("C1", "", "something to compare", repr(error)), rank
+                found.append(Finding("C1", "", *broken.args))
+            except Late:
+                found.append(Finding("C1", "", "an answer", f"no answer within {LIMIT:g} s"))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # from a backward, or values that cannot be compared
+                found.append(Finding("C1", "", "something to compare", type(error).__name__))
+            yield from ((finding, rank) for finding in found)
 
     def located(self, finding: Finding, rank: int) -> Finding:
         """The finding with the case and its strip."""
@@ -77,7 +86,7 @@ class Report:
     candidate: str
     kind: str
     cases: int = 0
-    answered: int = 0  # cases with an answer that could be looked at
+    seen: Counter[str] = field(default_factory=Counter)  # in how many cases each clause could be looked at
     clauses: dict[str, Finding | None] = field(default_factory=dict)
 
     @property
@@ -87,7 +96,9 @@ class Report:
 
     def __str__(self) -> str:
         clauses = sorted(self.clauses.items())
-        words = {clause: "BROKEN" if found else "held" if self.answered else "not seen" for clause, found in clauses}
+        words = {
+            clause: "BROKEN" if found else "held" if self.seen[clause] else "not seen" for clause, found in clauses
+        }
         verdicts = "  ".join(f"{clause} {word}" for clause, word in words.items())
         findings = [str(found) for _, found in clauses if found]
         return "\n".join([f"{self.candidate} as {self.kind}, {self.cases} cases: {verdicts}", *findings])
@@ -95,6 +106,8 @@ class Report:
 
 def cases(kind: str) -> list[Case]:
     """The cases of a kind, the smallest first."""
+    if kind not in JUDGES:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(JUDGES)}")
     if kind == "log_prob_entropy":
         return [Case(kind, logits=name) for name in ROWS]
     return [Case(kind, layout) for layout in layouts()]
@@ -102,17 +115,17 @@ def cases(kind: str) -> list[Case]:
 
 def grade(kind: str, fn: Candidate) -> Report:
     """All cases of a kind; of each clause the first finding is kept. At most three calls may hang."""
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-    report = Report(getattr(fn, "__name__", repr(fn)), kind, clauses=dict.fromkeys(JUDGES[kind][1].split()))
+    listed = cases(kind)
+    report = Report(getattr(fn, "__name__", type(fn).__name__), kind, clauses=dict.fromkeys(JUDGES[kind][1].split()))
     hung = 0
-    for case in cases(kind):
+    for case in listed:
         report.cases += 1
         found = list(case.findings(fn))
-        report.answered += not any(finding.clause == "C1" for finding, _ in found)
+        stops = min((finding.clause for finding, _ in found if finding.clause in ("C1", "C2")), default="C9")
+        report.seen.update(clause for clause in report.clauses if clause <= stops)
         for finding, rank in found:
             report.clauses[finding.clause] = report.clauses[finding.clause] or case.located(finding, rank)
-            hung += finding.got.startswith("no answer")
+            hung += finding.got.startswith("no answer within")
         if hung >= 3:
             break
     return report
@@ -151,7 +164,7 @@ def step(candidate: history.Step, timeout: float = 5.0) -> Report:
         outcomes = ranks.observe(*run, cp=layout.cp_size, timeout=timeout, check=True)
         report.cases += 1
         if all(outcome.status == "returned" for outcome in outcomes):
-            report.answered += 1
+            report.seen.update(list(report.clauses))
             judged = [(f, o.rank) for o in outcomes for f in judge_trained(o.value, layout, o.rank, coefficient)]
         else:
             issued = f"\n{table(ranks.records(outcomes))}"

@@ -107,7 +107,10 @@ def log_probs_and_entropies(
 
 
 def reduce_gradients(model: Any, me: Rank) -> None:
-    """Sum the gradients over the CP group in one bucket, as Megatron does over DP x CP; an absent one is an error."""
+    """Sum the gradients over the CP group, in one bucket as Megatron keeps them; an absent one is an error.
+
+    Megatron reduces over DP x CP, and averages unless told otherwise; here there is one DP rank, and shares add up.
+    """
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     if missing:
         raise RuntimeError(f"rank {me.rank}: no gradient for {', '.join(missing[:3])} and {len(missing)} in all")

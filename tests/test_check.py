@@ -30,7 +30,9 @@ def test_ours_passes_in_time(kind: str) -> None:
     started = time.monotonic()
     report = check.grade(kind, OURS[kind])
     assert report.ok, str(report)
-    assert report.answered == report.cases > (10 if kind == "log_prob_entropy" else 500)
+    assert set(report.seen.values()) == {report.cases}
+    assert report.cases > (10 if kind == "log_prob_entropy" else 400)
+    assert len(set(map(str, check.cases(kind)))) == report.cases  # as ids of tests
     assert time.monotonic() - started < 10
     assert "BROKEN" not in str(report)
 
@@ -59,6 +61,16 @@ def one_row_late(pieces: Any, buffer: Any, layout: Layout, rank: int) -> Any:
     return [torch.cat([buffer[s.row + 1 : s.row + 1 + s.length] for s in own]) for own in spans]
 
 
+class ExitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        sys.exit(3)
+
+
 def list_of_none(log_prob: Any, entropy: Any, layout: Layout, rank: int) -> Any:
     pieces, entropies = slicing.extract(log_prob, entropy, layout, rank)
     return pieces, [None] * len(layout.batch) if entropies is None else entropies
@@ -79,11 +91,19 @@ WRONG = {
         per_buffer(lambda ps, *_: [p if len(p) or p.requires_grad else p.clone().requires_grad_() for p in ps]),
     ),
     "a list of None": ("C5", list_of_none),
+    "negated": ("C2", per_buffer(lambda ps, *_: [-p for p in ps])),
+    "a little more": ("C2", per_buffer(lambda ps, *_: [p + 0.5 for p in ps])),
+    "a column too many": ("C2", per_buffer(lambda ps, *_: [p[:, None] for p in ps])),
+    "another dtype": ("C3", per_buffer(lambda ps, *_: [p.double() for p in ps])),
+    "another gradient": ("C7", per_buffer(lambda ps, *_: [p.detach() + 2 * (p - p.detach()) for p in ps])),
+    "exchanged": ("C2", lambda a, b, *at: slicing.extract(a, b, *at) if b is None else slicing.extract(b, a, *at)),
+    "nothing without entropy": ("C1", lambda a, b, *at: ([None], None) if b is None else slicing.extract(a, b, *at)),
+    "exits in backward": ("C1", per_buffer(lambda ps, *_: [ExitsInBackward.apply(p) for p in ps])),
     "returns nothing": ("C1", lambda *_: None),
     "returns numbers": ("C1", lambda *_: ([1], [2])),
     "raises": ("C1", lambda *_: 1 / 0),
     "exits": ("C1", lambda *_: sys.exit(3)),
-    "NaN": ("C1", per_buffer(lambda ps, *_: [p * torch.nan for p in ps])),
+    "NaN": ("C2", per_buffer(lambda ps, *_: [p * torch.nan for p in ps])),
 }  # fmt: skip
 
 
@@ -93,7 +113,7 @@ def test_wrong_extractions(name: str) -> None:
     report = check.extraction(wrong)
     found = report.clauses[clause]
     assert found is not None, str(report)
-    first = next(c for c in ("C1", "C2", "C3", "C4", "C5") if report.clauses[c])
+    first = next(c for c in ("C1", "C2", "C3", "C4", "C5", "C7") if report.clauses[c])
     assert first == clause, str(report)
     assert f"{clause} BROKEN" in str(report)
     assert "rank 0 |" in found.where  # the strip
@@ -136,18 +156,46 @@ def test_the_finding_is_the_smallest() -> None:
     found = check.extraction(wrong).clauses["C2"]
     assert found is not None
     assert found.where.startswith("log-probs of sample 0, rank 1 of ")
-    assert "allgather CP, cp_size 2, lengths [3, 2] [2, 1]" in found.where  # in [2, 3] [1, 0] rank 1 has no such row
+    assert "allgather CP, cp_size 2, 3 rows, lengths [3, 2] [2, 1]" in found.where  # [2, 3] [1, 0] has no such row
 
 
-def test_a_candidate_that_hangs() -> None:
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_candidate_that_hangs(catches: bool) -> None:
     def hangs(*_: Any) -> None:
         while True:
-            pass
+            try:
+                while True:
+                    pass
+            except Exception:
+                if not catches:
+                    raise
 
     report = check.extraction(hangs)
     assert report.cases <= 3
     assert report.clauses["C1"] is not None
     assert report.clauses["C1"].got == "no answer within 2 s"
+    assert "C2 not seen" in str(report)
+
+
+def test_buffers_changed_in_place() -> None:
+    def wrong(a: Any, b: Any, layout: Layout, rank: int) -> Any:
+        got = slicing.extract(a.clone(), None if b is None else b.clone(), layout, rank)
+        a.data.zero_()
+        return got
+
+    found = check.extraction(wrong).clauses["C7"]
+    assert found is not None
+    assert found.expected == "the caller's buffers as they were"
+
+
+def test_an_error_says_where() -> None:
+    def raises(*_: Any) -> None:
+        raise KeyError("why")
+
+    found = check.extraction(raises).clauses["C1"]
+    assert found is not None
+    assert found.got.startswith("KeyError: 'why' (line ")
+    assert found.got.endswith(", in raises)")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +205,12 @@ def test_a_candidate_that_hangs() -> None:
         ("targets", "C2", lambda tokens, layout, rank: slicing.targets(tokens, layout, rank, response_only=True)),
         ("targets", "C1", lambda tokens, layout, rank: slicing.targets(tokens, layout, rank)[:-1]),
         ("local_tokens", "C2", lambda tokens, layout, rank: slicing.local_tokens(tokens, layout, rank, pad_id=7)),
+        ("targets", "C3", lambda tokens, layout, rank: slicing.targets(tokens, layout, rank).double()),
+        (
+            "weights",
+            "C7",
+            lambda m, la, r: [w * 0 / 0 if not any(x.any() for x in m) else w for w in OURS["weights"](m, la, r)],
+        ),
         ("weights", "C7", lambda masks, layout, rank: loss.token_weights(masks, layout, rank, per="sample")),
         ("weights", "C7", lambda m, layout, r: loss.token_weights([x * 0 + 1 for x in m], layout, r, per="token")),
     ],
@@ -188,7 +242,41 @@ def test_wrong_rows(clause: str, where: str, wrong: Any) -> None:
     assert found.where.startswith(where)
 
 
+class FirstRowsGradient(torch.autograd.Function):
+    """The museum's exhibit: each row scaled by row 0's incoming gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        return incoming[0][:1].expand_as(incoming[0]).clone()
+
+
+def test_every_row_scaled_by_row_0() -> None:
+    def wrong(x: torch.Tensor, t: torch.Tensor) -> Any:
+        return tuple(FirstRowsGradient.apply(value) for value in entropy.log_prob_and_entropy(x, t))
+
+    found = check.log_prob_entropy(wrong).clauses["C7"]
+    assert found is not None
+    assert found.where.startswith("gradient, two rows")
+
+
+def test_an_input_filled_in_place() -> None:
+    def wrong(x: torch.Tensor, t: torch.Tensor) -> Any:
+        got = entropy.log_prob_and_entropy(x * 1, t)
+        x.data.nan_to_num_(nan=torch.nan)
+        return got
+
+    found = check.log_prob_entropy(wrong).clauses["C7"]
+    assert found is not None
+    assert found.expected == "the caller's logits as they were"
+
+
 def test_an_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="kind 'redistribution' is none of extraction"):
+        check.cases("redistribution")
     with pytest.raises(ValueError, match="kind 'sorcery' is none of extraction"):
         check.grade("sorcery", slicing.extract)
 
@@ -236,10 +324,13 @@ def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from refimpl import slicing\nright = slicing.extract\ndef wrong(a, b, layout, rank):\n    return [], []\n"
     )
-    for name, code in (("right", 0), ("wrong", 1)):
+    for name, code in (("right", 0), ("wrong", 1), ("absent", 2)):
         command = [sys.executable, "-m", "refimpl", "check", f"mine:{name}", "--kind", "extraction"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == code, done.stderr
+        if code == 2:
+            assert "'mine:absent' is no function that can be imported" in done.stderr
+            continue
         assert done.stdout.startswith("extract as extraction" if name == "right" else "wrong as extraction")
         assert ("C1 BROKEN" in done.stdout) == (name == "wrong")
 

@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "rl": {"collectives", "layout", "loss", "model", "ranks", "recorder"},
     "history": {"collectives", "entropy", "layout", "ranks", "recorder", "slicing"},
     "diagrams": {"layout", "recorder"},
-    "cases": {"diagrams", "history", "layout", "slicing"},
-    "check": {"cases", "diagrams", "history", "layout", "ranks", "recorder", "slicing"},
+    "candidate": set(),
+    "cases": {"candidate", "diagrams", "history", "layout", "slicing"},
+    "check": {"candidate", "cases", "diagrams", "history", "layout", "ranks", "recorder", "slicing"},
     "bench": {"_cpu", "entropy", "history", "layout", "ranks", "slicing"},
     "__main__": {"_server", "check", "diagrams", "history", "layout", "ranks"},
 }
@@ -87,7 +88,7 @@ def test_no_branch_on_a_layout_outside_layout() -> None:
 def test_the_package_is_compact() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
     assert max(lengths.values()) <= 250, lengths
-    assert sum(lengths.values()) <= 3200, lengths  # 2,500 before there were a model, a recorder and a grader
+    assert sum(lengths.values()) <= 3300, lengths  # 2,500 before there were a model, a recorder and a grader
 
 
 def pins() -> dict[str, str]:

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 import puzzles
 import solutions
@@ -43,6 +45,37 @@ def test_a_stub_an_error_and_nonsense(name: str) -> None:
     drawing = puzzles.show(named(name, lambda *_: None))
     assert "not answered yet" in str(drawing)
     assert drawing.bytes("png")[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("nothing", lambda x: torch.zeros(0, dtype=x.dtype, requires_grad=True) * 2, "does not lead to x"),
+        ("nothing", lambda x: x.sum(), "yours is a tensor, 6"),
+        ("entropy", lambda *_: torch.tensor(0.8324), "yours is a tensor, 0.8324"),
+        (
+            "positions",
+            lambda lengths: numpy.concatenate([numpy.arange(n) for n in lengths] or [[]]),
+            "yours is ndarray",
+        ),
+        ("owner", lambda p, n, cp: bool(solutions.owner(p, n, cp)), "yours is "),
+        ("owner", lambda p, n, cp: float(solutions.owner(p, n, cp)), "yours is 0"),
+        ("merge", lambda a, b: solutions.merge(a, b) if a[1] else [math.nan] * 3, "merge([-inf, 0, 0], [2, 1, 0])"),
+    ],
+)
+def test_answers_of_other_types_and_near_misses(name: str, answer: Any, said: str) -> None:
+    verdict = puzzles.verdict(named(name, answer))
+    assert verdict.startswith("wrong: ")
+    assert said in verdict
+
+
+def test_an_answer_that_empties_its_arguments() -> None:
+    def emptied(lanes: list[Any]) -> Any:
+        lanes.clear()
+        return 2
+
+    assert puzzles.verdict(named("first_difference", emptied)).startswith("wrong: ")
+    assert puzzles.verdict(solutions.first_difference).startswith("right, in ")
 
 
 @pytest.mark.parametrize("name", puzzles.PUZZLES)
