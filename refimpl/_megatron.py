@@ -5,6 +5,10 @@
 import warnings
 from unittest import mock
 
+from refimpl import recorder
+
+recorder.operators()  # here, since the fork server imports this file once for all ranks
+
 with warnings.catch_warnings(), mock.patch("torch.compile", lambda fn, *_, **__: fn):
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as parallel_state

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -27,10 +27,7 @@ _LABEL: ContextVar[str] = ContextVar("label", default="")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank: what it passed in, and over which group: its role, ranks in the world, and name.
-
-    ``how`` is the reduction, and the root where there is one. Several tensors of different shapes count by their sizes.
-    """
+    """One collective of one rank: what (``how``: reduction, root), of which tensor, over which group, when."""
 
     operation: str
     how: str
@@ -155,9 +152,8 @@ class Recorder:
     """Within ``with``, writes every collective to ``file``, of forward or backward, before it is issued.
 
     It stands in the dispatcher before torch's operators for collectives, c10d's and the functional ones; all other
-    operators run as fast as ever. ``roles`` names groups by their ``group_name``. With a ``store`` that all ranks
-    share, those who would meet first agree on the collective, or raise ``DivergenceError``: then no rank pairs wrongly,
-    and none waits for one that has ended. Point-to-point calls are not recorded.
+    operators run as fast as ever; point-to-point calls are not recorded. ``roles`` names groups. With a ``store`` those
+    who would meet first agree, or raise ``DivergenceError``: none pairs wrongly, or waits for one that has ended.
     """
 
     def __init__(self, rank: int, file: TextIO, roles: Mapping[str, str], store: Any = None) -> None:
@@ -167,10 +163,9 @@ class Recorder:
         self.inside = False  # of an operator that is made of others
 
     def __enter__(self) -> "Recorder":
-        names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-        for space in ("c10d", "_c10d_functional"):
+        for space, names in operators().items():
             self.hooks.append(hook := torch.library.Library(space, "IMPL", KEY))  # type: ignore[no-untyped-call]
-            for name in {name for owner, name in names if owner == space and _operation(name) in KNOWN}:
+            for name in names:
                 operator = getattr(getattr(torch.ops, space), name).default
                 hook.impl(name, partial(self._issue, operator), KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         return self
@@ -203,8 +198,7 @@ class Recorder:
         elif isinstance(group, str):
             group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         how = given.get("reduce_op", "")
-        if not isinstance(how, str):
-            how = dist.ReduceOp.RedOpType(how.op()).name.lower()
+        how = how if isinstance(how, str) else dist.ReduceOp.RedOpType(how.op()).name.lower()
         root = given.get("root_rank", given.get("src"))
         how += "" if root is None else f" root {root}"
         alike = "coalesced" not in operator and len({tensor.shape for tensor in tensors}) == 1
@@ -230,6 +224,13 @@ class Recorder:
                 time.sleep(0.001)
             if not call.fits(issues):
                 raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues {issues}")
+
+
+@cache
+def operators() -> dict[str, set[str]]:
+    """Torch's operators for collectives. Listing them takes 0.2 s; the fork server does it for all ranks."""
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    return {s: {n for o, n in names if o == s and _operation(n) in KNOWN} for s in ("c10d", "_c10d_functional")}
 
 
 def _operation(operator: str) -> str:

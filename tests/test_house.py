@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "collectives": {"layout", "recorder"},
     "loss": {"layout"},
     "_server": set(),
-    "_megatron": set(),
+    "_megatron": {"recorder"},
     "_rank": {"_megatron", "recorder"},
     "ranks": {"_rank", "_server", "recorder"},
     "model": {"_megatron", "collectives", "entropy", "layout", "loss", "ranks", "recorder", "slicing"},
