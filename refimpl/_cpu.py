@@ -1,6 +1,7 @@
 """``kernels.c``, compiled by the machine's C compiler on first use (it takes half a second), on torch's threads."""
 
 import ctypes
+import functools
 import mmap
 import os
 import subprocess
@@ -9,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ _kept: list[mmap.mmap] = []
 _lock = threading.Lock()
 
 
-@cache
+@functools.cache
 def library(dtype: torch.dtype) -> Any:
     """The kernels for one type of logits; ``None`` where there is no C compiler, or none that knows our options."""
     source = Path(__file__).with_name("kernels.c")
@@ -86,7 +86,7 @@ def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
     """m, s, w and the target's logit of each row, ``[4, T]`` fp32; rows without a target hold zeros."""
     rows, columns = x.shape
     out = torch.zeros(4, rows)
-    _share(library(x.dtype).forward, rows, x, x.stride(0), target, out, rows, columns, scale)
+    _share(library(x.dtype).forward, x, x.stride(0), target, out, rows, columns, scale)
     return out
 
 
@@ -94,19 +94,22 @@ def backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, sca
     """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients."""
     rows, columns = x.shape
     into = (gradient, gradient.stride(0), constants)
-    _share(library(x.dtype).backward, rows, x, x.stride(0), target, *into, rows, columns, scale)
+    _share(library(x.dtype).backward, x, x.stride(0), target, *into, rows, columns, scale)
 
 
-def _share(kernel: Callable[..., None], rows: int, *arguments: Tensor | int | float) -> None:
-    """Call a kernel for some rows at a time, from several threads; ctypes lets go of the interpreter during a call."""
+def _share(kernel: Callable[..., None], *arguments: Tensor | int | float) -> None:
+    """Call a kernel on several threads, which share the rows; ctypes lets go of the interpreter during a call."""
     types: dict[Any, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
     given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in arguments]
-    threads = torch.get_num_threads()
-    step = max(1, min(32, rows // (4 * threads)))
+    work = functools.partial(kernel, *given, ctypes.byref(ctypes.c_int64(0)))
+    others = [_helpers().submit(work) for _ in range(torch.get_num_threads() - 1)]
+    work()
+    for other in others:
+        if not other.cancel():  # it has begun; one that has not, on a busy machine or after a fork, is not waited for
+            other.result()
 
-    def work(first: int) -> None:
-        kernel(*given, ctypes.c_int64(first), ctypes.c_int64(min(first + step, rows)))
 
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(work, range(0, rows, step)):
-            pass
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    """Threads that stay: to start one takes longer than a small kernel."""
+    return ThreadPoolExecutor(thread_name_prefix="refimpl")

@@ -46,11 +46,14 @@ static inline float power_of_two(float y) {
 }
 #define LOG2_E 1.44269504f
 
+/* Several threads run the same call: each takes the next row until none is left. */
+#define FOR_EACH_ROW for (int64_t row; (row = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < rows;)
+
 /* out is [4, rows]: m, s, w and the target's logit. */
 void forward(const TYPE *x, int64_t stride, const int64_t *target, float *out, int64_t rows, int64_t columns, float scale,
-             int64_t first, int64_t last) {
+             int64_t *next) {
     float z[BLOCK];
-    for (int64_t row = first; row < last; row++) {
+    FOR_EACH_ROW {
         if (target[row] == NO_ROW) continue;
         const TYPE *mine = x + row * stride;
         float m = -INFINITY, s = 0, w = 0;
@@ -92,8 +95,8 @@ void forward(const TYPE *x, int64_t stride, const int64_t *target, float *out, i
 /* constants is [5, rows]: m, log s, entropy, and the incoming gradients of log-prob and entropy. gradient may be x.
    A row gone bad has an entropy of NaN, which makes each of its gradients NaN. */
 void backward(const TYPE *x, int64_t stride, const int64_t *target, TYPE *gradient, int64_t gradient_stride,
-              const float *constants, int64_t rows, int64_t columns, float scale, int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) {
+              const float *constants, int64_t rows, int64_t columns, float scale, int64_t *next) {
+    FOR_EACH_ROW {
         const TYPE *mine = x + row * stride;
         TYPE *theirs = gradient + row * gradient_stride;
         if (target[row] == NO_ROW) {

@@ -1,6 +1,8 @@
 """Log-prob and entropy against numbers worked out by hand and against one fp64 process that holds everything."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -477,3 +479,22 @@ def test_shards_equal_one_process(cuts: list[int], backend: str) -> None:
     gradient = torch.cat([result[2] for result in results], 1)
     torch.testing.assert_close(gradient.double()[good, :11], want[2][good], **tolerance)
     assert gradient[good, 11].tolist() == [0.0] * 5
+
+
+def test_the_helper_threads_survive_a_fork() -> None:
+    script = """
+import os, torch
+from refimpl.entropy import log_prob_and_entropy
+def entropy():
+    return round(log_prob_and_entropy(torch.zeros(64, 32), torch.zeros(64).long(), backend="fused")[1].sum().item(), 3)
+torch.set_num_threads(3)
+here = entropy()
+child = os.fork()
+if not child:
+    os._exit(entropy() != here)
+assert here == 221.807, here  # 64 log 32
+assert os.waitpid(child, 0)[1] == 0
+"""
+    if not _cpu.usable(torch.zeros(1, 1)):
+        pytest.skip("no C compiler")
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
