@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refimpl import history, model, ranks, rl
+import rl
+from refimpl import history, model, ranks
 from refimpl.history import LINE
 from refimpl.layout import Batch, Layout
 from refimpl.ranks import Rank
