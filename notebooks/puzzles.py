@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from refimpl.candidate import LIMIT, Late, limited
 from refimpl.diagrams import Drawing, beside, strips
 from refimpl.entropy import Triple
 from refimpl.layout import Batch, Layout
 
 Answer = Callable[..., Any]
 INF = math.inf
+LETTERS = "ABCDEFGH"  # of the samples, as in the strips
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Puzzle:
     shown: Sequence[tuple[Any, ...]]
     hints: Sequence[str]
     mistakes: dict[str, Answer] = field(default_factory=dict)
-    strip: Callable[..., Layout] | None = None
+    strip: Callable[..., Any] | None = None  # the strip of an input
+    where: Callable[..., str] = lambda entry, *args: ""  # rank and sample of an entry of the answer
 
 
 def show(answer: Answer) -> Drawing:
@@ -52,24 +55,24 @@ def verdict(answer: Answer) -> str:
     for args in puzzle.cases:
         want, got = puzzle.right(*args), _try(answer, args)
         if not _same(want, got):
-            entry = _first_wrong(want, got)
-            lines = [
-                f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}{entry}"
-            ]
+            entry, at = _first_wrong(want, got)
+            at = ": ".join(filter(None, (at, puzzle.where(entry, *args))))
+            lines = [f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}"]
+            lines += [f"first at {at}"] if at else []
             for mistake, wrong in puzzle.mistakes.items():
                 if all(_text(_try(wrong, other)) == _text(_try(answer, other)) for other in puzzle.cases):
                     lines.append(f"it looks as if {mistake}")
-            return "\n".join([*lines, *([str(strips(puzzle.strip(*args)))] if puzzle.strip else [])])
+            return "\n".join([*lines, *([str(puzzle.strip(*args))] if puzzle.strip else [])])
     return f"right, in {len(puzzle.cases)} cases"
 
 
-def _first_wrong(want: Any, got: Any) -> str:
-    if not isinstance(want, list) or not isinstance(got, list) or len(want) < 2:
-        return ""
-    entry = next(
-        (k for k, (a, b) in enumerate(zip(want, got, strict=False)) if not _same(a, b)), min(len(want), len(got))
-    )
-    return f" (first at entry {entry})"
+def _first_wrong(want: Any, got: Any) -> tuple[int, str]:
+    """The first entry that differs, as number and as text; a single value has no text."""
+    if not isinstance(want, list) or not isinstance(got, list):
+        return 0, ""
+    pairs = enumerate(zip(want, got, strict=False))
+    entry = next((k for k, (a, b) in pairs if not _same(a, b)), min(len(want), len(got)))
+    return entry, f"entry {entry}"
 
 
 def hint(answer: Answer, number: int = 1) -> None:
@@ -81,7 +84,10 @@ def hint(answer: Answer, number: int = 1) -> None:
 def _try(answer: Answer, args: tuple[Any, ...]) -> Any:
     """What the answer gives for copies of the arguments; an error as text."""
     try:
-        return answer(*(arg if isinstance(arg, torch.Tensor) else copy.deepcopy(arg) for arg in args))
+        with limited():
+            return answer(*(arg if isinstance(arg, torch.Tensor) else copy.deepcopy(arg) for arg in args))
+    except Late:
+        return f"no answer within {LIMIT:g} s"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -153,6 +159,35 @@ def _packed(total_lengths: list[int], response_lengths: list[int]) -> Layout:
     return Layout(Batch(total_lengths, response_lengths))
 
 
+def _of_row(row: int, total_lengths: list[int]) -> str:
+    """Rank, sample and position of a row of a packed stream."""
+    for i, (span,) in enumerate(_packed(total_lengths, [0] * len(total_lengths)).spans(0)):
+        if span.row <= row < span.row + span.length:
+            return f"rank 0, sample {LETTERS[i]}, position {row - span.row}"
+    return "beyond the last sample"
+
+
+def _split_of(held: list[int], owned: list[int]) -> tuple[int, int, int]:
+    """The length of the sample, who sends and who receives, of a case of ``sends``."""
+    return next((n, a, b) for n in (8, 1) for a in (0, 1) for b in (0, 1) if _exchange(n, a, b) == (held, owned))
+
+
+def _exchange(length: int, sender: int, receiver: int) -> tuple[list[int], list[int]]:
+    """What the sender holds in its window, and what the receiver owns under zigzag, on two ranks."""
+    (span,) = _windows(length, 2).spans(sender)[0]
+    return list(range(span.position, span.position + span.length)), _held(receiver, length, 2)
+
+
+def _windows(length: int, cp_size: int) -> Layout:
+    """One sample under allgather CP."""
+    return Layout(Batch([length], [0]), cp_split="contiguous", cp_size=cp_size)
+
+
+def _scored(first: int, last: int) -> Layout:
+    """One sample in three windows of four rows, whose positions ``[first, last)`` score its response."""
+    return Layout(Batch([last + 1], [last - first]), cp_split="contiguous", cp_size=3, pad_multiple=4)
+
+
 def _response_rows(total_lengths: list[int], response_lengths: list[int]) -> list[list[int]]:
     spans = _packed(total_lengths, response_lengths).response_spans(0)
     return [list(range(span.row, span.row + span.length)) for (span,) in spans]
@@ -188,6 +223,11 @@ def _first_difference(lanes: list[list[str]]) -> int | None:
     return None
 
 
+def _calls(step: int, lanes: list[list[str]]) -> str:
+    """What each rank calls there."""
+    return ", ".join(f"rank {r}: {lane[step] if step < len(lane) else 'nothing'}" for r, lane in enumerate(lanes))
+
+
 X = torch.ones(3, dtype=torch.float16, requires_grad=True) * 2
 LANES = [["log-prob", "entropy", "d log-prob"], ["log-prob", "entropy", "d entropy", "d log-prob"]]
 SAMPLES = [([2, 3],), ([1],), ([3, 1, 2],), ([],), ([4, 0, 1],)]
@@ -201,6 +241,8 @@ PUZZLES = {
         [([2, 3, 1],)],
         ["Each sample counts from 0.", "Two loops: over the lengths, and over range(length)."],
         {"positions go on counting across samples": lambda lengths: list(range(sum(lengths)))},
+        lambda lengths: strips(_packed(lengths, [0] * len(lengths))),
+        _of_row,
     ),
     "targets": Puzzle(
         _targets,
@@ -211,6 +253,8 @@ PUZZLES = {
             "the row after the last of a sample belongs to the next one": lambda tokens: [*_flat(tokens)[1:], -100],
             "the row at p scores the token at p": _flat,
         },
+        lambda tokens: strips(_packed(list(map(len, tokens)), [0] * len(tokens))),
+        lambda entry, tokens: _of_row(entry, list(map(len, tokens))),
     ),
     "response_rows": Puzzle(
         _response_rows,
@@ -225,7 +269,8 @@ PUZZLES = {
                 list(range(n - r - 1, n - 1)) for n, r in zip(ls, rs, strict=True)
             ],
         },
-        _packed,
+        lambda *lengths: strips(_packed(*lengths)),
+        lambda entry, *lengths: f"rank 0, sample {LETTERS[entry]}",
     ),
     "owner": Puzzle(
         _owner,
@@ -236,7 +281,8 @@ PUZZLES = {
             "the chunks are dealt out in turn": lambda p, n, cp: p // (n // (2 * cp)) % cp,
             "these are windows, one per rank": lambda p, n, cp: p // (n // cp),
         },
-        lambda p, n, cp: _zigzag(n, cp),
+        lambda p, n, cp: strips(_zigzag(n, cp)),
+        lambda entry, p, n, cp: f"sample A, position {p}, on rank {_owner(p, n, cp)}",
     ),
     "held": Puzzle(
         _held,
@@ -247,7 +293,8 @@ PUZZLES = {
             "the second chunk is missing": lambda r, n, cp: list(range(r * n // (2 * cp), (r + 1) * n // (2 * cp))),
             "this is one window": lambda r, n, cp: list(range(r * n // cp, (r + 1) * n // cp)),
         },
-        lambda rank, n, cp: _zigzag(n, cp),
+        lambda rank, n, cp: strips(_zigzag(n, cp)),
+        lambda entry, rank, n, cp: f"rank {rank}, sample A",
     ),
     "window": Puzzle(
         _window,
@@ -255,10 +302,12 @@ PUZZLES = {
         [(0, 7, 2), (1, 7, 2)],
         ["All windows are as long as each other; the stream is padded first.", "Round up: -(-total // cp_size)."],
         {"the rows that do not divide are lost": lambda r, n, cp: [r * (n // cp), (r + 1) * (n // cp)]},
+        lambda rank, n, cp: strips(_windows(n, cp)),
+        lambda entry, rank, n, cp: f"rank {rank}, sample A",
     ),
     "clip": Puzzle(
         _clip,
-        [(first, last, s, s + 4) for s in (0, 4, 8) for first, last in ((1, 3), (2, 6), (0, 12), (5, 5), (9, 11))],
+        [(first, last, s, s + 4) for s in (0, 4, 8) for first, last in ((1, 3), (2, 6), (0, 11), (5, 5), (9, 11))],
         [(2, 6, 4, 8)],
         ["The larger of the starts, the smaller of the ends.", "Subtract the window's start last. Nothing: []."],
         {
@@ -267,6 +316,8 @@ PUZZLES = {
                 *range(max(0, a - s), max(1, min(b, e) - s))
             ],
         },
+        lambda first, last, start, stop: strips(_scored(first, last)),
+        lambda entry, first, last, start, stop: f"rank {start // 4}, sample A",
     ),
     "nothing": Puzzle(
         lambda x: x[:0],
@@ -331,10 +382,12 @@ PUZZLES = {
     ),
     "sends": Puzzle(
         _sends,
-        [([0, 1, 2, 3], [0, 1, 6, 7]), ([4, 5, 6, 7], [0, 1, 6, 7]), ([], [2, 3]), ([4, 5], [])],
+        [_exchange(8, 0, 0), _exchange(8, 1, 0), _exchange(8, 1, 1), _exchange(1, 1, 0), _exchange(1, 0, 1)],
         [([4, 5, 6, 7], [0, 1, 6, 7])],
         ["What I hold and the other rank owns."],
         {"what both hold together": lambda held, owned: sorted({*held, *owned})},
+        lambda *lists: "\n".join(str(strips(of(_split_of(*lists)[0], 2))) for of in (_windows, _zigzag)),
+        lambda entry, *lists: "sample A, from rank {1} to rank {2}".format(*_split_of(*lists)),
     ),
     "first_difference": Puzzle(
         _first_difference,
@@ -347,5 +400,7 @@ PUZZLES = {
             ),
             "this is where a rank stands still, not where they differ": lambda lanes: max(map(len, lanes)) - 1,
         },
+        lambda lanes: "\n".join(f"rank {rank} | {'  '.join(lane)}" for rank, lane in enumerate(lanes)),
+        lambda entry, lanes: "no step" if (n := _first_difference(lanes)) is None else f"step {n}, " + _calls(n, lanes),
     ),
 }  # fmt: skip

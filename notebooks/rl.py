@@ -6,9 +6,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from refimpl.collectives import all_reduce
+from refimpl.diagrams import COLOURS, Drawing
 from refimpl.layout import Batch, Layout
 from refimpl.loss import group_advantages, policy_loss, token_weights, weighted_sum
 from refimpl.model import VOCAB, build, log_probs_and_entropies, logits, reduce_gradients
@@ -121,3 +123,25 @@ def train(
     model = build(me, options.pop("dtype", torch.float32))
     optimiser = torch.optim.Adam(model.parameters(), lr=options.pop("lr", 3e-3))
     return [rl_step(model, optimiser, task, step, layout_of, me, **options) for step in range(steps)]
+
+
+def curves(panels: dict[str, dict[str, Sequence[float]]]) -> Drawing:
+    """Values step by step, a panel for each key of ``panels`` and a line for each name in it; later lines are dashed.
+
+    The text twin gives each line's mean over its first and its last five steps.
+    """
+    figure, lines = Figure((4.2 * len(panels), 2.6)), []
+    for number, (title, named) in enumerate(panels.items()):
+        axes = figure.add_axes(((number + 0.11) / len(panels), 0.17, 0.83 / len(panels), 0.71))
+        for order, (name, values) in enumerate(named.items()):
+            axes.plot(
+                values, color=("black", COLOURS[1])[order % 2], lw=1.6 + order, ls=("-", ":")[order % 2], label=name
+            )
+            first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
+            lines.append(f"{title:10} {name:10} first five steps {first:6.2f}   last five {last:6.2f}")
+        axes.set_title(title, fontsize=9, weight="bold", loc="left")
+        axes.set_xlabel("step", fontsize=7)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return Drawing(figure, "\n".join(lines))

@@ -22,18 +22,10 @@ TYPES = {  # what stands for TYPE, LOAD and STORE
     torch.float16: ("_Float16", "", "(_Float16)"),
 }
 FAST = ["-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
-OPTIONS = [
-    "-O3",
-    "-fopenmp-simd",
-    *FAST,
-    "-shared",
-    "-fPIC",
-]  # -ffast-math would make the whole process flush subnormals
-MACHINE: tuple[list[str], ...] = (
-    ["-march=native", "-mprefer-vector-width=512"],
-    ["-mcpu=native"],
-    [],
-)  # the first that the compiler knows
+OPTIONS = ["-O3", "-fopenmp-simd", *FAST, "-shared", "-fPIC"]
+"""Not -ffast-math, which would make the whole process flush subnormals."""
+MACHINE: tuple[list[str], ...] = ["-march=native", "-mprefer-vector-width=512"], ["-mcpu=native"], []
+"""The first that the compiler knows."""
 
 KEPT_FROM = 1 << 24  # bytes; smaller gradients come from memory that malloc keeps itself
 _kept: list[mmap.mmap] = []
@@ -63,12 +55,12 @@ def usable(x: Tensor) -> bool:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Memory for a gradient: that of the last one, if nobody holds it any more (``forget`` gives it back).
+    """Memory for a gradient; on the CPU that of the last one, if nobody holds it any more (``forget`` gives it back).
 
     Fresh pages would cost more than all the arithmetic. It is what torch's allocator does on CUDA, for one buffer.
     """
-    if x.nbytes < KEPT_FROM:
-        return torch.empty(x.shape, dtype=x.dtype)
+    if x.device.type != "cpu" or x.nbytes < KEPT_FROM:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with _lock:
         free = _kept and sys.getrefcount(_kept[0]) == 2  # the list's reference and the call's: no tensor has one
         if not free or len(_kept[0]) < x.nbytes:

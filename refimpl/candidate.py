@@ -21,9 +21,26 @@ class Finding:
     where: str
     expected: str
     got: str
+    hung: bool = False
 
     def __str__(self) -> str:
         return f"{self.clause} broken: {self.where}\n  expected {self.expected}\n  got      {self.got}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is called and how; which clauses are looked at; the inputs by name, smallest first; and who judges.
+
+    Without ``run`` ranks are simulated: ``judge(fn, given, rank)``. With it they are real ones on ``grid(given)``: each
+    runs ``run(me, fn, given)``, and ``judge(value, given, rank)`` looks at what it brought back.
+    """
+
+    signature: str
+    clauses: str
+    inputs: Callable[[], dict[str, Any]]
+    judge: Callable[..., Iterator[Finding]]
+    run: Callable[..., Any] | None = None
+    grid: Callable[[Any], dict[str, int]] = lambda given: {}
 
 
 class Broken(Exception):  # noqa: N818  (a finding in the making)

@@ -5,29 +5,69 @@
     def test_mine(case): case.check(my_function)     # raises ContractError
     python -m refimpl check my_module:my_function --kind extraction
 
-Ranks are simulated in this process, one after another; ``step`` takes real ones, for C6. A candidate that raises, takes
-longer than two seconds (in the main thread) or returns something odd is a finding, not a crash, unless it ends the
-process. ``KINDS`` says what is called, and how.
+Most kinds simulate the ranks in this process, one after another; ``step`` and ``redistribution`` take real ones, for
+C6. A candidate that raises, takes longer than two seconds (in the main thread) or returns something odd is a finding,
+not a crash, unless it ends the process. ``KINDS`` says what is called, and how; ``grade`` and ``cases`` take a ``Kind``
+of your own, too.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from refimpl import history, ranks, slicing
-from refimpl.candidate import LIMIT, Broken, Candidate, Finding, Late, limited
-from refimpl.cases import BATCHES, JUDGES, ROWS, judge_trained, layouts
+from refimpl.candidate import LIMIT, Broken, Candidate, Finding, Kind, Late, limited
+from refimpl.cases import (
+    BATCHES,
+    ROWS,
+    judge_extraction,
+    judge_log_prob_entropy,
+    judge_tokens,
+    judge_trained,
+    judge_weights,
+    layouts,
+    named,
+)
 from refimpl.diagrams import strips
 from refimpl.layout import Layout
 from refimpl.recorder import table
 
+TIMEOUT = 5.0  # seconds for one case on real ranks
+
+
+def _trained(me: ranks.Rank, step: history.Step, given: tuple[Layout, float]) -> history.Trained:
+    return history.train(me, step, *given)
+
+
+def _redistributed(me: ranks.Rank, fn: Candidate, given: tuple[Layout, float]) -> history.Trained:
+    return history.train(me, history.Step(slicing.extract, fn, history.if_weighted), *given)
+
+
+def _steps() -> dict[str, Any]:
+    return {f"coefficient {c:g}, {named(layout)}": (layout, c) for layout in BATCHES for c in (0.0, 0.5)}
+
+
+def _of_layout(clauses: str, takes: str, returns: str, judge: Any) -> Kind:
+    return Kind(f"fn({takes}, layout, cp_rank) -> {returns}", clauses, layouts, judge)
+
+
+def _on_ranks(signature: str, run: Any) -> Kind:
+    return Kind(signature, "C4 C6 C7 C8", _steps, judge_trained, run, lambda given: {"cp": given[0].cp_size})
+
+
+PIECES = "(pieces, pieces), as slicing.extract"
+TOKENS, TARGETS = partial(judge_tokens, shift=0, fill=0), partial(judge_tokens, shift=1, fill=slicing.NO_TARGET)
+WEIGHTS = "pieces that sum to 1, as loss.token_weights(per='token')"
+PAIR = "fn(logits, targets) -> ([T], [T]), as entropy.log_prob_and_entropy"
 KINDS = {
-    "extraction": "fn(log_prob, entropy, layout, cp_rank) -> (pieces, pieces), as slicing.extract",
-    "local_tokens": "fn(tokens, layout, cp_rank) -> [T_local], as slicing.local_tokens",
-    "targets": "fn(tokens, layout, cp_rank) -> [T_local], as slicing.targets",
-    "weights": "fn(masks, layout, cp_rank) -> pieces that sum to 1, as loss.token_weights(per='token')",
-    "log_prob_entropy": "fn(logits, targets) -> ([T], [T]), as entropy.log_prob_and_entropy",
+    "extraction": _of_layout("C1 C2 C3 C4 C5 C7", "log_prob, entropy", PIECES, judge_extraction),
+    "local_tokens": _of_layout("C1 C2 C3", "tokens", "[T_local], as slicing.local_tokens", TOKENS),
+    "targets": _of_layout("C1 C2 C3", "tokens", "[T_local], as slicing.targets", TARGETS),
+    "weights": _of_layout("C1 C7", "masks", WEIGHTS, judge_weights),
+    "log_prob_entropy": Kind(PAIR, "C1 C4 C7", lambda: {name: name for name in ROWS}, judge_log_prob_entropy),
+    "redistribution": _on_ranks("fn(keys, layout, cp_rank, group) -> keys under zigzag, on real ranks", _redistributed),
+    "step": _on_ranks("a history.Step: an extraction and a redistribution, on real ranks", _trained),
 }
 
 
@@ -37,43 +77,52 @@ class ContractError(AssertionError):
 
 @dataclass(frozen=True)
 class Case:
-    """One input of a kind: a layout with all its ranks, or some rows of logits."""
+    """One input of a kind, a layout with all its ranks for most of them."""
 
-    kind: str
-    layout: Layout | None = None
-    logits: str = ""
+    kind: Kind
+    name: str
+    given: Any
 
     def __str__(self) -> str:
-        if self.layout is None:
-            return self.logits
-        batch, rows = self.layout.batch, self.layout.rows
-        return f"{self.layout}, {rows} rows, lengths {list(batch.total_lengths)} {list(batch.response_lengths)}"
+        return self.name
 
-    def findings(self, fn: Candidate) -> Iterator[tuple[Finding, int]]:
+    def findings(self, fn: Any) -> list[tuple[Finding, int]]:
         """What ``fn`` breaks here, one clause after another, and on which rank."""
-        for rank in range(self.layout.cp_size if self.layout else 1):
-            found: list[Finding] = []
+        if self.kind.run is not None:
+            return self._on_real_ranks(self.kind.run, fn)
+        found: list[tuple[Finding, int]] = []
+        for rank in range(self.given.cp_size if isinstance(self.given, Layout) else 1):
             try:
                 with limited():
-                    found.extend(JUDGES[self.kind][0](fn, *((self.layout, rank) if self.layout else (self.logits,))))
+                    for finding in self.kind.judge(fn, self.given, rank):
+                        found.append((finding, rank))
             except Broken as broken:
-                found.append(Finding("C1", "", *broken.args))
+                found.append((Finding("C1", "", *broken.args), rank))
             except Late:
-                found.append(Finding("C1", "", "an answer", f"no answer within {LIMIT:g} s"))
+                found.append((Finding("C1", "", "an answer", f"no answer within {LIMIT:g} s", hung=True), rank))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # from a backward, or values that cannot be compared
-                found.append(Finding("C1", "", "something to compare", type(error).__name__))
-            yield from ((finding, rank) for finding in found)
+                found.append((Finding("C1", "", "something to compare", type(error).__name__), rank))
+        return found
+
+    def _on_real_ranks(self, run: Any, fn: Any) -> list[tuple[Finding, int]]:
+        grid: dict[str, Any] = self.kind.grid(self.given)
+        outcomes = ranks.observe(run, fn, self.given, **grid, timeout=TIMEOUT, check=True)
+        if all(outcome.status == "returned" for outcome in outcomes):
+            return [(f, o.rank) for o in outcomes for f in self.kind.judge(o.value, self.given, o.rank)]
+        issued = f"\n{table(ranks.records(outcomes))}"
+        hung = any(outcome.status == "unfinished" for outcome in outcomes)
+        return [(Finding("C6", "", "every rank issues the same collectives, and returns", issued, hung), 0)]
 
     def located(self, finding: Finding, rank: int) -> Finding:
         """The finding with the case and its strip."""
-        if self.layout is None:
-            return finding
-        where = ", ".join(filter(None, (finding.where, f"rank {rank} of {self}")))
-        return replace(finding, where=f"{where}\n{strips(self.layout)}")
+        parts = self.given if isinstance(self.given, tuple) else (self.given,)
+        drawn = [str(strips(part)) for part in parts if isinstance(part, Layout)]
+        where = ", ".join(filter(None, (finding.where, f"rank {rank} of {self}" if drawn else "")))
+        return replace(finding, where="\n".join([where, *drawn]))
 
-    def check(self, fn: Candidate) -> None:
+    def check(self, fn: Any) -> None:
         """Nothing, or ``ContractError`` with the first finding."""
         for finding, rank in self.findings(fn):
             raise ContractError(str(self.located(finding, rank)))
@@ -104,72 +153,36 @@ class Report:
         return "\n".join([f"{self.candidate} as {self.kind}, {self.cases} cases: {verdicts}", *findings])
 
 
-def cases(kind: str) -> list[Case]:
+def cases(kind: str | Kind) -> list[Case]:
     """The cases of a kind, the smallest first."""
-    if kind not in JUDGES:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(JUDGES)}")
-    if kind == "log_prob_entropy":
-        return [Case(kind, logits=name) for name in ROWS]
-    return [Case(kind, layout) for layout in layouts()]
+    if isinstance(kind, str) and kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
+    of = KINDS[kind] if isinstance(kind, str) else kind
+    return [Case(of, name, given) for name, given in of.inputs().items()]
 
 
-def grade(kind: str, fn: Candidate) -> Report:
+def grade(kind: str | Kind, fn: Any) -> Report:
     """All cases of a kind; of each clause the first finding is kept. At most three calls may hang."""
     listed = cases(kind)
-    report = Report(getattr(fn, "__name__", type(fn).__name__), kind, clauses=dict.fromkeys(JUDGES[kind][1].split()))
+    clauses = listed[0].kind.clauses.split()
+    report = Report(getattr(fn, "__name__", type(fn).__name__), kind if isinstance(kind, str) else kind.signature)
+    report.clauses = dict.fromkeys(clauses)
     hung = 0
     for case in listed:
         report.cases += 1
-        found = list(case.findings(fn))
-        stops = min((finding.clause for finding, _ in found if finding.clause in ("C1", "C2")), default="C9")
-        report.seen.update(clause for clause in report.clauses if clause <= stops)
+        found = case.findings(fn)
+        stops = [finding.clause for finding, _ in found if finding.clause in ("C1", "C2", "C6")]  # nothing to see after
+        report.seen.update(stops if "C6" in stops else [c for c in clauses if c <= min(stops, default="z")])
         for finding, rank in found:
             report.clauses[finding.clause] = report.clauses[finding.clause] or case.located(finding, rank)
-            hung += finding.got.startswith("no answer within")
+            hung += finding.hung
         if hung >= 3:
             break
     return report
 
 
-def extraction(fn: Candidate) -> Report:
-    """Grade an extraction of pieces."""
-    return grade("extraction", fn)
-
-
-def targets(fn: Candidate) -> Report:
-    """Grade the targets of each row."""
-    return grade("targets", fn)
-
-
-def log_prob_entropy(fn: Candidate) -> Report:
-    """Grade log-prob and entropy of rows of logits, forward and gradient."""
-    return grade("log_prob_entropy", fn)
-
-
-def redistribution(fn: Candidate) -> Report:
-    """Grade ``fn(keys, layout, cp_rank, group)``, allgather to zigzag, on real ranks behind our own extraction."""
-    return step(history.Step(slicing.extract, fn, history.if_weighted))
-
-
-def step(candidate: history.Step, timeout: float = 5.0) -> Report:
-    """Grade an extraction and a redistribution on real ranks, forward and backward, on the batches of the history.
-
-    C6: the ranks issue the same collectives, and all return. C7: values and gradients are right. C4: a rank without a
-    response row has a gradient of zeros.
-    """
-    names = [getattr(part, "__name__", "?") for part in (candidate.extract, candidate.redistribute)]
-    report = Report(", ".join(names), "step", clauses=dict.fromkeys(("C4", "C6", "C7")))
-    for layout, coefficient in itertools.product(BATCHES, (0.0, 0.5)):
-        case, run = Case("step", layout), (history.train, candidate, layout, coefficient)
-        outcomes = ranks.observe(*run, cp=layout.cp_size, timeout=timeout, check=True)
-        report.cases += 1
-        if all(outcome.status == "returned" for outcome in outcomes):
-            report.seen.update(list(report.clauses))
-            judged = [(f, o.rank) for o in outcomes for f in judge_trained(o.value, layout, o.rank, coefficient)]
-        else:
-            issued = f"\n{table(ranks.records(outcomes))}"
-            judged = [(Finding("C6", "", "every rank issues the same collectives, and returns", issued), 0)]
-        for finding, rank in judged:
-            named = replace(finding, where=", ".join(filter(None, (finding.where, f"coefficient {coefficient:g}"))))
-            report.clauses[finding.clause] = report.clauses[finding.clause] or case.located(named, rank)
-    return report
+extraction, targets = partial(grade, "extraction"), partial(grade, "targets")
+log_prob_entropy = partial(grade, "log_prob_entropy")
+redistribution, step = partial(grade, "redistribution"), partial(grade, "step")
+"""On real ranks, forward and backward, on the batches of the history; ``redistribution`` behind our own extraction.
+C6: the ranks issue the same collectives, and return. C4, C7, C8: values, and a gradient, if of zeros, on each rank."""

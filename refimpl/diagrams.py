@@ -184,33 +184,11 @@ def timeline(records: Sequence[Record], title: str) -> Drawing:
                 axes.add_patch(Rectangle(corner, 4.88, 0.92, fill=False, ec=RED, lw=2.6, ls=line))
         word = record.end.removeprefix("raised: ").partition(":")[0]
         waits = record.calls and record.end.startswith(f"unfinished: in {record.calls[-1].operation}")
-        style = {"va": "center", "fontsize": 7, "color": GREY if word == "returned" else RED}
+        style = {"va": "center", "fontsize": 7, "color": GREY if word in ("returned", "goes on") else RED}
         axes.text(5 * len(shown) + 0.3, rank * LANE + 0.5, "waits in its last one" if waits else word, style)
     key = TIMELINE_KEY + "   boxes below each other meet" * (len({c.members for r in records for c in r.calls}) < 2)
     axes.text(0, len(records) * LANE + 0.1, key, fontsize=6.5, va="top", color=GREY)
     return Drawing(figure, f"{title}\n{table(records)}")
-
-
-def curves(panels: dict[str, dict[str, Sequence[float]]]) -> Drawing:
-    """Values step by step, a panel for each key of ``panels`` and a line for each name in it; later lines are dashed.
-
-    The text twin gives each line's mean over its first and its last five steps.
-    """
-    figure, lines = Figure((4.2 * len(panels), 2.6)), []
-    for number, (title, named) in enumerate(panels.items()):
-        axes = figure.add_axes(((number + 0.11) / len(panels), 0.17, 0.83 / len(panels), 0.71))
-        for order, (name, values) in enumerate(named.items()):
-            axes.plot(
-                values, color=("black", COLOURS[1])[order % 2], lw=1.6 + order, ls=("-", ":")[order % 2], label=name
-            )
-            first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
-            lines.append(f"{title:10} {name:10} first five steps {first:6.2f}   last five {last:6.2f}")
-        axes.set_title(title, fontsize=9, weight="bold", loc="left")
-        axes.set_xlabel("step", fontsize=7)
-        axes.tick_params(labelsize=7)
-        axes.legend(fontsize=7, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    return Drawing(figure, "\n".join(lines))
 
 
 def show_error(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -115,13 +115,7 @@ class _Function(torch.autograd.Function):
         of_log_prob, of_entropy = (torch.zeros_like(m) if g is None else g.to(m.dtype) for g in incoming)
         constants = torch.stack([m, log_s, entropy, of_log_prob, of_entropy])
         overwrite = ctx.options["overwrite"]
-        gradient = (
-            logits.detach()
-            if overwrite
-            else _cpu.empty_like(logits)
-            if m.device.type == "cpu"
-            else torch.empty_like(logits)
-        )
+        gradient = logits.detach() if overwrite else _cpu.empty_like(logits)
         inside = slice(None, ctx.columns)
         with torch.no_grad():
             ctx.options["kernels"][1](logits[:, inside], target, gradient[:, inside], constants, ctx.options["scale"])

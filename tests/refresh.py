@@ -30,6 +30,9 @@ def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         resources={"metadata": {"path": str(NOTEBOOKS)}},
     ).execute()
     fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    for cell in fresh.cells:
+        if "interactive" in cell.metadata.get("tags", []):
+            cell.outputs = []  # a widget is alive or it is nothing
     nbformat.validate(fresh)
     return fresh
 

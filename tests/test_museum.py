@@ -1,11 +1,16 @@
 """The exhibits: what each side does, by hand; and the mysteries, each of whose wrong answers is refused."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
 
+import graded
+import kinds
 import museum
+from refimpl import check
+from refimpl.candidate import Finding
 
 HANG, TYPE_ERROR = (
     "unfinished: in all_reduce, called by returns_early",
@@ -86,3 +91,81 @@ def test_a_prediction_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     museum.reveal("rolled after the split", [1, 6, 7, 0])
     museum.reveal("rolled after the split", [1, 2, 7, 0])
     assert capsys.readouterr().out.splitlines()[4::5] == ["as you predicted", "not what you predicted"]
+
+
+# ---------------------------------------------------------------- behind the grader
+
+
+@cache
+def report(kind: Any, fn: Any) -> check.Report:
+    return check.grade(kind, fn)
+
+
+def broken(of: check.Report) -> dict[str, Finding]:
+    return {clause: finding for clause, finding in of.clauses.items() if finding}
+
+
+@pytest.mark.parametrize("name", museum.EXHIBITS)
+def test_the_grader_rejects_the_old_code_for_the_right_clause(name: str) -> None:
+    exhibit = graded.GRADED[name]
+    found = broken(report(exhibit.kind, exhibit.old))
+    assert " ".join(found) == exhibit.breaks, found
+    right = report(exhibit.kind, exhibit.new)
+    assert right.ok, str(right)
+    assert set(right.seen) == set(right.clauses)
+
+
+def test_the_smallest_case_is_named() -> None:
+    assert graded.first_finding("no prompt") == "input  no prompt: lengths [2] [2]"
+    assert graded.first_finding("a gradient at p = 0") == "C7     a gradient at p = 0: a logit of -inf"
+    assert graded.first_finding("rolled after the split").startswith("C2     rolled after the split: ")
+
+
+def twice(values: Any, mask: Any, group: Any) -> Any:
+    mean = graded.mean_over_all(values, mask, group)
+    return 2 * mean - mean.detach()
+
+
+def one_row_more(values: Any, mask: Any, group: Any) -> Any:
+    more = values[:1].sum() / 10
+    return graded.mean_over_all(values, mask, group) + more - more.detach()
+
+
+def no_gradient(values: Any, mask: Any, group: Any) -> Any:
+    return graded.mean_over_all(values.detach(), mask, group).requires_grad_()
+
+
+def slope_twice(*args: Any) -> Any:
+    return tuple(2 * value - value.detach() for value in graded.unpadded(*args))
+
+
+def refuses(*_: Any) -> Any:
+    raise ValueError("bad")
+
+
+def late_error(totals: Any, responses: Any) -> Any:
+    return [] if max(responses) > max(totals) else graded.right_rows(totals, responses)
+
+
+def entropy_detached(*args: Any) -> Any:
+    pieces, entropies = graded.all_at_once(*args)
+    return pieces, [entropy.detach() for entropy in entropies or []]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "clauses"),
+    [
+        (kinds.MEAN, twice, "C8"),
+        (kinds.MEAN, one_row_more, "C7"),
+        (kinds.MEAN, no_gradient, "C4"),
+        (kinds.SHARDS, slope_twice, "C8"),
+        (kinds.ROWS, refuses, "C1 input"),
+        (kinds.ROWS, late_error, "input"),
+        (kinds.FROM_LOGITS, entropy_detached, "C7"),
+        (kinds.FROM_LOGITS, lambda *args: [part[:-1] for part in graded.all_at_once(*args)], "C1"),
+        (kinds.FROM_LOGITS, lambda *args: [part[::-1] for part in graded.all_at_once(*args)], "C7"),
+        (kinds.FROM_LOGITS, lambda x, *rest: graded.all_at_once(x.detach().requires_grad_(), *rest), "C4"),
+    ],
+)
+def test_wrong_answers_of_each_kind(kind: Any, wrong: Any, clauses: str) -> None:
+    assert " ".join(broken(report(kind, wrong))) == clauses, str(report(kind, wrong))

@@ -33,8 +33,12 @@ def test_a_known_mistake_is_named(name: str, mistake: str) -> None:
     verdict = puzzles.verdict(named(name, puzzles.PUZZLES[name].mistakes[mistake]))
     assert verdict.startswith(f"wrong: {name}(")
     assert f"it looks as if {mistake}" in verdict.splitlines()
-    if puzzles.PUZZLES[name].strip:
-        assert "rank 0 |" in verdict
+    if name not in ("nothing", "triple", "merge", "entropy"):  # one tensor, or three numbers of one row
+        assert "rank 0 |" in verdict  # the strip
+        assert "first at " in verdict
+        where = next(line for line in verdict.splitlines() if line.startswith("first at "))
+        assert "rank " in where
+        assert "sample " in where or name == "first_difference"
 
 
 @pytest.mark.parametrize("name", puzzles.PUZZLES)
@@ -110,3 +114,31 @@ def test_hints_come_one_at_a_time(name: str, capsys: pytest.CaptureFixture[str])
 def test_what_is_right(name: str, args: tuple[Any, ...], want: Any) -> None:
     assert puzzles._same(want, puzzles.PUZZLES[name].right(*args))
     assert puzzles._same(want, getattr(solutions, name)(*args))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "where"),
+    [  # by hand
+        ("positions", lambda lengths: list(range(sum(lengths))), "entry 2: rank 0, sample B, position 0"),
+        ("targets", lambda tokens: [t for sample in tokens for t in sample], "entry 0: rank 0, sample A, position 0"),
+        ("response_rows", lambda ls, rs: [[n - r - 1 + k for k in range(r)] for n, r in zip(ls, rs, strict=True)],
+         "entry 1: rank 0, sample B"),
+        ("owner", lambda p, n, cp: 0, "sample A, position 1, on rank 1"),
+        ("held", lambda rank, n, cp: solutions.held(0, n, cp), "entry 0: rank 1, sample A"),
+        ("window", lambda rank, n, cp: [rank * (n // cp), (rank + 1) * (n // cp)], "entry 1: rank 0, sample A"),
+        ("clip", lambda a, b, s, e: [0] if a >= e else solutions.clip(a, b, s, e), "entry 0: rank 0, sample A"),
+        ("sends", lambda held, owned: held, "entry 2: sample A, from rank 0 to rank 0"),
+        ("first_difference", lambda lanes: 0, "step 2, rank 0: d log-prob, rank 1: d entropy"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_told_where(name: str, answer: Any, where: str) -> None:
+    verdict = puzzles.verdict(named(name, answer))
+    assert f"first at {where}" in verdict.splitlines(), verdict
+
+
+def test_an_endless_loop() -> None:
+    def endless(*_: Any) -> None:
+        while True:
+            pass
+
+    assert "yours is 'no answer within 2 s'" in puzzles.verdict(named("owner", endless))
