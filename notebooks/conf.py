@@ -46,12 +46,12 @@ HEAD = """
 <link rel="icon" href="data:,">
 <style>
     .bd-header { display: none !important; }
-    .bd-main .bd-content .bd-article-container { max-width: 64rem; }
+    .bd-main .bd-content .bd-article-container:only-child { max-width: 72rem; }
     .bd-content pre { font-size: 0.78rem; }
-    html[data-theme] .bd-content img { background: #fff; padding: 0; }
+    html[data-theme] .bd-content img { background: #fff !important; padding: 0 !important; }
 </style>
 """
-"""No request for an icon; lines of 120 characters fit on the page; pictures have no frame in the dark."""
+"""No request for an icon; a page of code takes the whole width; pictures have no frame in the dark."""
 
 project = "Log-probs and entropy over ranks"
 author = "the authors of refimpl"
@@ -70,13 +70,14 @@ html_title = "Log-probs and entropy over ranks"
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {
+    "content_footer_items": [],
     "navbar_persistent": [],
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
 
 
-class PythonFile(Parser):  # type: ignore[misc]
+class PythonFile(Parser):
     """A page for a file of code, so that a link to the file leads to it."""
 
     supported = ("python",)
