@@ -1,5 +1,6 @@
 """The site of ``make site``: Sphinx reads the README, the notebooks with the outputs they hold, and the code itself."""
 
+import json
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -96,6 +97,17 @@ def _add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += CONTENTS
 
 
+def _name_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
+    """A picture's text is kept with the output; myst-nb looks for it with the cell."""
+    if app.env.doc2path(docname).suffix == ".ipynb":
+        notebook = json.loads(source[0])
+        for cell in notebook["cells"]:
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    cell["metadata"]["mystnb"] = {"image": {"alt": output["metadata"]["image/png"]["alt"]}}
+        source[0] = json.dumps(notebook)
+
+
 def _add_head(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
     context["metatags"] = context.get("metatags", "") + HEAD
 
@@ -109,5 +121,6 @@ def setup(app: Sphinx) -> None:
     """What Sphinx calls first."""
     app.add_source_parser(PythonFile)
     app.connect("source-read", _add_contents)
+    app.connect("source-read", _name_pictures)
     app.connect("html-page-context", _add_head)
     app.connect("build-finished", _add_index)

@@ -33,9 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, BeautifulSoup]:
-    return {
-        path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in sorted(site.rglob("*.html"))
-    }
+    return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in own(site)}
 
 
 def own(site: Path) -> list[Path]:
@@ -91,7 +89,8 @@ def test_a_page_holds_the_stored_outputs(site: Path, pages: dict[Path, Beautiful
         if output["output_type"] == "stream":
             assert "".join(output["text"]).rstrip().lstrip("\n") in [text.lstrip("\n") for text in texts]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(page.select(".cell_output img")) == len(pictures)
+    names = [output["metadata"]["image/png"]["alt"] for output in pictures]
+    assert [image["alt"] for image in page.select(".cell_output img")] == names
 
 
 @pytest.fixture(scope="module")
