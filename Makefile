@@ -4,18 +4,21 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAB_FLAGS := $(if $(filter 0,$(shell id -u)),--allow-root) $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-browser)
 
-.PHONY: help lab test demo refresh figures pins clean
+.PHONY: help lab test demo site refresh figures pins clean
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## */make \1\t/p' Makefile
 
 lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes flags on
-	$(BIN)/jupyter lab notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
 
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene
 	$(BIN)/python -m pytest $(ARGS)
 
 demo: .venv/ready ## the bug and its fix in the terminal, on four real ranks
 	$(BIN)/python -m refimpl
+
+site: .venv/ready ## the notebooks as web pages, in build/site, with the outputs they hold
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c notebooks -d build/doctrees . build/site
 
 refresh: .venv/ready ## run the notebooks and store their outputs; ARGS=--check only says which are stale
 	$(BIN)/python tests/refresh.py $(ARGS)
@@ -29,7 +32,7 @@ pins: .venv/ready ## write what is installed to pins.txt and environment.yml
 	mv environment.new environment.yml
 
 clean:            ## remove .venv and caches
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 .venv/ready: pins.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

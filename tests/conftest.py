@@ -2,7 +2,7 @@
 
 import pytest
 
-ALLOWED_SKIPS = ("no GPU", "no Triton outside Linux")
+ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
 
 
