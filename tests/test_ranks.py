@@ -445,7 +445,7 @@ def test_two_runs_at_once_do_not_disturb_each_other() -> None:
 
     def together(number: Any) -> None:
         if isinstance(number, str):
-            results[number] = [[o.status for o in ranks.observe(fails, number, cp=2)] for _ in range(2)]
+            results[number] = [ranks.observe(fails, number, cp=2)[1].summary for _ in range(2)]
         else:
             results[number] = [ranks.run(lambda me, n: n * all_reduce(me), number, cp=2) for _ in range(3)]
 
@@ -454,4 +454,4 @@ def test_two_runs_at_once_do_not_disturb_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {1: [[3.0, 3.0]] * 3, 100: [[300.0, 300.0]] * 3, "kill": [["unfinished", "died"]] * 2}
+    assert results == {1: [[3.0, 3.0]] * 3, 100: [[300.0, 300.0]] * 3, "kill": ["died: killed by SIGKILL"] * 2}
