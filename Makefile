@@ -14,7 +14,7 @@ lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes f
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene
 	$(BIN)/python -m pytest $(ARGS)
 
-nightly: .venv/ready ## what takes long: thousands of random cases, every notebook twice in one kernel
+nightly: .venv/ready ## what takes long: thousands of random cases, the longer notebooks twice in one kernel
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "sweep or nightly" $(ARGS)
 
 coverage: .venv/ready ## lines of refimpl that the tests run, in processes and ranks that they start too; at least 95 %
