@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAB_FLAGS := $(if $(filter 0,$(shell id -u)),--allow-root) $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-browser)
 
-.PHONY: help lab test demo site refresh figures pins clean
+.PHONY: help lab test nightly coverage demo site refresh figures pins clean
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## */make \1\t/p' Makefile
 
@@ -13,6 +13,15 @@ lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes f
 
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene
 	$(BIN)/python -m pytest $(ARGS)
+
+nightly: .venv/ready ## what takes long: thousands of random cases, the longer notebooks twice in one kernel
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "sweep or nightly" $(ARGS)
+
+coverage: .venv/ready ## lines of refimpl that the tests run, in processes and ranks that they start too; at least 95 %
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest tests $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 demo: .venv/ready ## the bug and its fix in the terminal, on four real ranks
 	$(BIN)/python -m refimpl
@@ -32,7 +41,7 @@ pins: .venv/ready ## write what is installed to pins.txt and environment.yml
 	mv environment.new environment.yml
 
 clean:            ## remove .venv and caches
-	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 .venv/ready: pins.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

@@ -88,7 +88,8 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
         faulthandler.dump_traceback_later(min(timeout, 1e6) + 10, exit=True, file=stack)
         recorder = Recorder(rank, open(f"{folder}/rank-{rank}.calls", "w"), roles, store)  # noqa: SIM115
         value = _call(recorder, fn, me, args)
-        torch.save(value, f"{folder}/rank-{rank}.value", pickle_module=cloudpickle)
+        path = f"{folder}/rank-{rank}.value"  # a stream, not a zip file, whose errors do not say that a disk is full
+        torch.save(value, path, pickle_module=cloudpickle, _use_new_zipfile_serialization=False)
         outcome = Outcome(rank, "returned")
     except BaseException as error:  # SystemExit too: whatever ends the function is reported
         when, first_line = time.monotonic(), str(error).strip().partition("\n")[0][:2000]

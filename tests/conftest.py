@@ -1,6 +1,12 @@
-"""One summary of what was skipped, and a red run if the reason is not on the list."""
+"""One summary of what was skipped, and a red run if the reason is not on the list; how many cases the sweeps saw."""
+
+import os
 
 import pytest
+from hypothesis import settings
+from sweeps import CASES
+
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
@@ -29,6 +35,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if CASES:
+        counts = ", ".join(f"{name} {count:,}" for name, count in CASES.items())
+        terminalreporter.section(f"cases of the sweeps: {sum(CASES.values()):,}")
+        terminalreporter.line(counts)
     skips = _skips(config)
     terminalreporter.section(f"skipped: {len(skips)}")
     for where, reason in skips:

@@ -1,5 +1,7 @@
 """What the ranks must hold, derived by cutting plain lists: it knows no spans and shares no code with refimpl."""
 
+from functools import lru_cache
+
 from refimpl.layout import Layout
 
 Cell = tuple[int, int] | None  # (sample, position), or None for padding
@@ -13,6 +15,7 @@ def cut(line: list[Cell], parts: int) -> list[list[Cell]]:
     return [line[k * size : (k + 1) * size] for k in range(parts)]
 
 
+@lru_cache(maxsize=64)
 def rows(layout: Layout) -> list[list[Cell]]:
     """For each rank, what each row of its buffer holds."""
     cp = layout.cp_size

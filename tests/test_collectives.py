@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from sweeps import CASES
+from sweeps import batches as any_batches
+from sweeps import layouts as any_layouts
 from torch import Tensor
 
 from refimpl import collectives, ranks, slicing
@@ -275,6 +278,94 @@ def test_one_collective_each_way_whatever_the_number_of_samples_and_keys(keys: i
             ("all_to_all", "forward"),
             ("all_to_all", "backward"),
         ]
+
+
+Move = tuple[Layout, Layout, tuple[bool, ...]]  # from, to, and for each key whether it wants a gradient
+
+
+def moves(cp: int, count: int) -> list[Move]:
+    """Any batch, any two layouts of it, one to three keys."""
+    found: list[Move] = []
+
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def collect(data: st.DataObject) -> None:
+        batch = data.draw(any_batches())
+        source, target = (data.draw(any_layouts(batch, cp)) for _ in range(2))
+        found.append((source, target, tuple(data.draw(st.lists(st.booleans(), min_size=1, max_size=3)))))
+
+    collect()
+    return found
+
+
+def value(key: int, sample: int, position: int) -> float:
+    return 100_000.0 * key + 1000 * (sample + 1) + position
+
+
+def weight(key: int, sample: int, position: int) -> float:
+    return (key + 1) * (7.0 + 100 * sample + 3 * position)
+
+
+def owned(layout: Layout, rank: int) -> list[list[tuple[int, int]]]:
+    return [oracle.response(layout, rank, i) for i in range(len(layout.batch))]
+
+
+def move(me: Rank, moves: list[Move]) -> Any:
+    """What arrives, which keys of it have a gradient, and the gradients of what was sent, by the loss with weights."""
+    done = []
+    for source, target, wants in moves:
+        mine, keys, buffers = owned(source, me.cp_rank), [], []
+        for key, wanted in enumerate(wants):
+            rows = [-7.0 if c is None else value(key, *c) for c in oracle.rows(source)[me.cp_rank]]
+            buffers.append(torch.tensor(rows, dtype=torch.float64, requires_grad=wanted))
+            keys.append([buffers[-1][[row for row, _ in held]] for held in mine])
+        arrived = redistribute(keys, source, target, me.cp_rank, me.cp_group)
+        loss = sum(
+            ((piece * torch.tensor([weight(key, i, p) for _, p in held])).sum()
+            for key, pieces in enumerate(arrived) if wants[key]
+            for i, (piece, held) in enumerate(zip(pieces, owned(target, me.cp_rank), strict=True))),
+            start=torch.zeros((), requires_grad=True),
+        )  # fmt: skip
+        loss.backward()
+        done.append((
+            [[piece.tolist() for piece in pieces] for pieces in arrived],
+            [[piece.requires_grad for piece in pieces] for pieces in arrived],
+            [None if buffer.grad is None else buffer.grad.tolist() for buffer in buffers],
+        ))  # fmt: skip
+    return done
+
+
+def expected(rank: int, source: Layout, target: Layout, wants: tuple[bool, ...]) -> Any:
+    samples = range(len(source.batch))
+    scoring = {(row, i): p for i in samples for row, p in oracle.response(source, rank, i)}
+    gradient = lambda key: [  # noqa: E731
+        weight(key, *cell) if cell and (row, cell[0]) in scoring else 0.0
+        for row, cell in enumerate(oracle.rows(source)[rank])
+    ]
+    return (
+        [[[value(k, i, p) for _, p in held] for i, held in enumerate(owned(target, rank))] for k in range(len(wants))],
+        [[wanted] * len(samples) for wanted in wants],
+        [gradient(key) if wanted and samples else None for key, wanted in enumerate(wants)],
+    )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_any_batch_between_any_two_layouts(cp: int) -> None:
+    """All of them in one start of real ranks; the smallest that went wrong is shown."""
+    cases = moves(cp, settings.default.max_examples // 3)
+    assert len(cases) >= settings.default.max_examples // 3
+    CASES["redistribution"] += len(cases)
+    outcomes = ranks.observe(move, cases, cp=cp, timeout=600)
+    assert [outcome.summary for outcome in outcomes] == ["returned"] * cp
+    assert first_difference(ranks.records(outcomes)) is None
+    wrong = [
+        (sum(case[0].batch.total_lengths), rank, *case, got, expected(rank, *case))
+        for rank, outcome in enumerate(outcomes)
+        for case, got in zip(cases, outcome.value, strict=True)
+        if got != expected(rank, *case)
+    ]
+    assert not wrong, min(wrong, key=lambda found: found[0])
 
 
 def test_it_moves_between_any_two_layouts() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -23,6 +24,32 @@ LAYOUTS = [
     for cp_split in ("zigzag", "contiguous")
     for cp_size in (1, 2, 4)
 ]
+
+
+def test_bars_and_curves_by_hand() -> None:
+    picture = diagrams.bars([("all", [2.0, 1.0, 1.0]), ("half", [2.0])], "memory", "buffers")
+    assert str(picture).splitlines() == [
+        "memory, in buffers",
+        f"all{' ' * 42}{'#' * 20} 4",
+        f"half{' ' * 41}{'#' * 10}{' ' * 11}2",
+    ]
+    (axes,) = picture.figure.axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 2), (2, 1), (3, 1), (0, 2)]  # type: ignore[attr-defined]
+    picture = diagrams.curves({"reward": {"ours": [0.0, 1, 2, 3, 4, 5], "theirs": [1.0] * 6}})
+    assert str(picture).splitlines() == [
+        "reward     ours       first five steps   2.00   last five   3.00",
+        "reward     theirs     first five steps   1.00   last five   1.00",
+    ]
+    assert [list(line.get_ydata()) for line in picture.figure.axes[0].lines] == [[0, 1, 2, 3, 4, 5], [1] * 6]  # type: ignore[arg-type]
+
+
+def test_a_notebook_shows_the_picture_and_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("IPython.display.display", shown.append)
+        strips(Layout(BATCH))._ipython_display_()
+    assert shown[0].data.startswith(b"\x89PNG")
+    assert capsys.readouterr().out.startswith("thd, no CP\nrank 0 | a0 [a1]")
 
 
 def test_text_twins_by_hand() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import CASES
 from torch.autograd import gradcheck
 
 from refimpl import _cpu, entropy, ranks
@@ -156,38 +157,84 @@ def test_transformer_engine_2139_each_row_its_own_incoming_gradient(backend: str
 # ---------------------------------------------------------------- against fp64
 
 
-@settings(max_examples=60, deadline=None)
+@st.composite
+def logits_and_targets(draw: st.DrawFn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Logits; targets; the number of columns that count, after which there is rubbish; the rows that are not finite."""
+    rows, columns = draw(st.integers(1, 5)), draw(st.sampled_from([2500, 1, 2, 31, 1024, 1025, 2049, 3000]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    offsets = [0.0, 1e4, -1e4] + [1e6, 1e30, -1e30] * (dtype != torch.float16)
+    offset = torch.tensor(draw(st.lists(st.sampled_from(offsets), min_size=rows, max_size=rows)), dtype=torch.float64)
+    spread = draw(st.sampled_from([0.0, 0.1, 3.0, 30.0]))
+    values = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * spread + offset[:, None]
+    holes = torch.rand(rows, columns, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.95]))
+    holes[torch.arange(rows), torch.randint(columns, (rows,), generator=generator)] = False
+    values[holes] = -INF
+    bad = torch.zeros(rows, dtype=torch.bool)
+    if rows and draw(st.booleans()):
+        bad[0], column = True, draw(st.integers(0, columns - 1))
+        what = draw(st.sampled_from([INF, math.nan, -INF]))
+        values[0, slice(None) if what == -INF else column] = what
+    rubbish = torch.tensor([[math.nan, INF, 3e4][: draw(st.integers(0, 3))]], dtype=torch.float64).expand(rows, -1)
+    targets = torch.randint(columns, (rows,), generator=generator)
+    targets[torch.rand(rows, generator=generator) < 0.2] = NO_TARGET
+    return torch.cat([values, rubbish], 1).to(dtype), targets, columns, bad
+
+
+def one_row(row: torch.Tensor, target: int, g_log_prob: float, g_entropy: float, temperature: float) -> list[Any]:
+    """From the definitions, in fp64, by autograd, over the columns of one row that are not -inf."""
+    counts = row > -INF
+    x = row[counts].clone().requires_grad_()
+    d = (x - x.detach().max()) / temperature
+    log_sum = d.exp().sum().log()
+    h = ((d - log_sum).exp() * (log_sum - d)).sum()
+    gradient = torch.zeros_like(row)
+    gradient[counts] = torch.autograd.grad(g_entropy * h - g_log_prob * log_sum, x)[0]
+    gradient[target] += g_log_prob / temperature
+    return [((row[target] - x.detach().max()) / temperature - log_sum).item(), h.item(), gradient]
+
+
+@pytest.mark.sweep
 @given(data=st.data(), case=st.sampled_from(BOTH))
-def test_random_logits(data: st.DataObject, case: tuple[str, torch.dtype]) -> None:
+def test_any_logits(data: st.DataObject, case: tuple[str, torch.dtype]) -> None:
+    CASES["entropy"] += 1
     backend, dtype = case
-    rows, columns = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([1, 2, 3, 31, 1023, 1024, 1025, 2500]))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**30)))
-    spread = data.draw(st.sampled_from([0.1, 3.0, 30.0]))
-    logits = (torch.randn(rows, columns, generator=generator) * spread).to(dtype)
-    if columns > 2 and data.draw(st.booleans()):
-        logits[:, ::2] = -INF
-    targets = torch.randint(columns // 2, columns, (rows,), generator=generator) | 1
-    targets = targets.clamp_max(columns - 1 if columns % 2 == 0 or columns < 3 else columns - 2)
-    targets[torch.rand(rows, generator=generator) < 0.3] = NO_TARGET
-    g1, g2 = torch.randn(2, rows, generator=generator)
-    temperature = data.draw(st.sampled_from([1.0, 0.7, 3.0]))
-    want = reference(logits, targets, g1, g2, temperature)
+    logits, targets, columns, bad = data.draw(logits_and_targets(dtype))
+    temperature, start = data.draw(st.sampled_from([0.05, 0.7, 1.0, 3.0, 50.0])), data.draw(st.sampled_from([0, 7]))
+    overwrite, mode = data.draw(st.booleans()), data.draw(st.sampled_from(["grad", "grad", "value", "off"]))
+    g1, g2 = torch.linspace(-1, 2, 2 * len(logits)).view(2, -1) + 0.1
+    g2 = g2 if mode == "grad" else torch.zeros_like(g2)
 
     leaf = logits.clone().requires_grad_()
-    log_prob, h = log_prob_and_entropy(leaf, targets, temperature=temperature, backend=backend)  # type: ignore[arg-type]
-    assert h is not None
-    torch.autograd.backward([log_prob, h], [g1.to(h.dtype), g2.to(h.dtype)])
+    log_prob, h = log_prob_and_entropy(
+        leaf * 1.0, torch.where(targets == NO_TARGET, targets, targets + start), temperature=temperature,
+        backend=backend, entropy=mode, vocab_start=start, vocab_size=start + columns, overwrite_logits=overwrite,
+    )  # type: ignore[call-overload]  # fmt: skip
+    results = [(log_prob, g1)] + ([(h, g2)] if mode == "grad" else [])
+    torch.autograd.backward([y for y, _ in results], [g.to(y.dtype) for y, g in results])
+    assert (h is None) == (mode == "off")
+    assert log_prob.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert h is None or (h.dtype, h.requires_grad) == (log_prob.dtype, mode == "grad")
     assert leaf.grad is not None
     assert leaf.grad.dtype == dtype
-    assert log_prob.dtype == h.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert (log_prob <= 0).all()
+    assert torch.equal(leaf.detach().nan_to_num(7.0), logits.nan_to_num(7.0))
+    assert (leaf.grad[:, columns:] == 0).all()
+
     fine = 1e-11 if dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(log_prob.double(), want[0], atol=fine * max(1, spread), rtol=fine)
-    torch.testing.assert_close(h.double(), want[1], atol=fine, rtol=fine)
     ulp = {torch.bfloat16: 2**-8, torch.float16: 2**-10}.get(dtype, fine)
-    grain = 1e-11 if dtype == torch.float64 else 1e-5 * max(1, spread / 3)  # fp32 rounds z itself, the more the larger
-    torch.testing.assert_close(leaf.grad.double(), want[2], atol=grain, rtol=ulp)
-    assert torch.equal(leaf.detach().nan_to_num(), logits.nan_to_num())  # the caller's logits are as they were
+    for i, target in enumerate(targets.tolist()):
+        got = [log_prob[i], *([] if h is None else [h[i]]), leaf.grad[i, :columns]]
+        if target == NO_TARGET:
+            assert all((value == 0).all() for value in got)
+        elif bad[i]:
+            assert all(value.isnan().all() for value in got)
+        else:
+            row = logits[i, :columns].double()
+            lp, entropy_, gradient = one_row(row, target, float(g1[i]), float(g2[i]), temperature)
+            assert got[0].item() == pytest.approx(lp, rel=fine, abs=fine)
+            assert got[0] <= 0
+            assert h is None or got[1].item() == pytest.approx(entropy_, rel=fine, abs=fine)
+            grain = fine * max(1, 1 / temperature)
+            torch.testing.assert_close(got[-1].detach().double(), gradient, atol=grain, rtol=ulp)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BOTH)

@@ -9,8 +9,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given
+from sweeps import CASES, layouts
 
 from refimpl import slicing
 from refimpl.layout import Batch, Layout, Span
@@ -20,25 +20,6 @@ from refimpl.slicing import NO_TARGET, extract, local_tokens, response_pieces, t
 def token_ids(layout: Layout) -> list[torch.Tensor]:
     """Token id = 1000 * (sample + 1) + position: a wrong slice shows at once."""
     return [1000 * (i + 1) + torch.arange(n) for i, n in enumerate(layout.batch.total_lengths)]
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    totals = draw(st.lists(st.integers(0, 3) | st.integers(0, 23), max_size=5))
-    responses = [draw(st.integers(0, max(0, total - 1))) for total in totals]
-    options: dict[str, int] = {}
-    qkv_format = draw(st.sampled_from(["thd", "bshd"]))
-    if qkv_format == "thd":
-        options["pad_multiple"] = draw(st.integers(1, 4))
-    elif draw(st.booleans()):
-        options["max_seq_len"] = max(totals, default=0) + draw(st.integers(0, 5))
-    return Layout(
-        Batch(totals, responses),
-        qkv_format,
-        draw(st.sampled_from(["zigzag", "contiguous"])),
-        draw(st.integers(1, 5)),
-        **options,
-    )
 
 
 def check(layout: Layout) -> None:
@@ -87,11 +68,12 @@ EXAMPLES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.sweep
 @given(layouts())
 @example(Layout(Batch([7], [6]), cp_size=2))
 @example(Layout(Batch([3], [2]), cp_size=4))
 def test_every_layout_is_what_cutting_lists_gives(layout: Layout) -> None:
+    CASES["slicing"] += 1
     check(layout)
 
 

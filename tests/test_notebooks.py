@@ -1,13 +1,20 @@
 """Hygiene of the notebooks, which nbval cannot see: a notebook without counts would pass it with nothing compared."""
 
+import copy
 import json
+import os
 import re
+import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 TOP = Path(__file__).parent.parent
 PATHS = sorted((TOP / "notebooks").glob("*.ipynb"))
@@ -119,3 +126,87 @@ def test_predictions_are_not_answered(path: Path) -> None:
     """A reader's guess stays theirs: the stored notebook asks, and its check says so."""
     text = "\n".join(source(cell) for cell in code(load(path)))
     assert all(value == "None" for value in re.findall(r"^prediction = (\w+)", text, re.MULTILINE))
+
+
+# ---------------------------------------------------------------- twice in one kernel, and where nobody may write
+
+FAST = ("00_map", "01_layouts", "03_context_parallel", "09_puzzles")
+RERUN = [pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else pytest.mark.nightly) for path in PATHS]
+
+
+def texts(cell: dict[str, Any]) -> list[str]:
+    """What a cell printed, joined as nbval joins it, and the text of its value and of its pictures."""
+    printed = "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
+    shown = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
+    return [printed, *shown]
+
+
+@pytest.mark.parametrize("path", RERUN)
+def test_a_second_run_in_the_same_kernel_shows_the_same(path: Path) -> None:
+    """Every code cell, and then every code cell once more: no cell may lean on what a first run has not yet changed."""
+    stored = code(load(path))
+    notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+    first = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    second = copy.deepcopy(first)
+    for cell in second:
+        cell.id += "-again"
+    notebook.cells = first + second
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(
+        notebook,
+        timeout=240,
+        resources=resources,
+        coalesce_streams=True,
+        extra_arguments=["--IPKernelApp.capture_fd_output=False"],
+    ).execute()
+    assert [cell.execution_count for cell in second] == list(range(len(first) + 1, 2 * len(first) + 1))
+    for before, cell in zip(stored, second, strict=True):
+        if "nbval-ignore-output" not in before["metadata"].get("tags", []):
+            assert texts(cell) == texts(before), source(cell)
+
+
+READ_ONLY = """
+import ctypes, os, sys
+capabilities = 1, 2, 3  # to write, read and change whatever the permissions say: root's
+if os.geteuid() == 0 and sys.platform == "linux":
+    assert not any(ctypes.CDLL(None).prctl(24, number, 0, 0, 0) for number in capabilities)  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, "-c", '''
+import os, sys, pytest
+for folder, _, names in os.walk("."):
+    assert not os.access(folder, os.W_OK), folder
+    assert not any(os.access(os.path.join(folder, name), os.W_OK) for name in names), folder
+import refimpl
+assert refimpl.__file__.startswith(os.getcwd()), refimpl.__file__
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+''', *sys.argv[1:]])
+"""
+
+
+def test_restart_and_run_all_from_a_read_only_checkout(tmp_path: Path) -> None:
+    """Real ranks (00 and 02) and compiled C kernels (02), through nbval, by a user who may write nothing there."""
+    checkout, home = tmp_path / "checkout", tmp_path / "home"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=TOP, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TOP / name, checkout / name)
+    home.mkdir()
+    folders = [checkout, *(path for path in checkout.rglob("*") if path.is_dir())]
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON", "XDG"))
+    }
+    environment |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONPATH": str(checkout)}
+    try:
+        for path in checkout.rglob("*"):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        checkout.chmod(0o555)
+        notebooks = [f"notebooks/{name}.ipynb" for name in ("00_map", "02_log_prob_and_entropy")]
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, *notebooks],
+            cwd=checkout, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        cells = sum(len(code(load(TOP / name))) for name in notebooks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"\n{cells} passed" in done.stdout
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
