@@ -16,7 +16,7 @@ LAYOUTS = {
     "bshd, zigzag": ("bshd", "zigzag"),
     "bshd, windows": ("bshd", "contiguous"),
 }
-WIDE = {"style": {"description_width": "7em"}, "continuous_update": False}
+WIDE = {"style": {"description_width": "7em"}, "layout": {"width": "34em"}, "continuous_update": False}
 
 
 def holds(layout: Layout, rank: int) -> str:

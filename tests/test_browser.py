@@ -38,7 +38,7 @@ SHOWN = """async () => {
         const outputs = [...cell.querySelectorAll('.jp-OutputArea-output')];
         const text = stream => outputs.filter(o => o.dataset.mimeType === 'application/vnd.jupyter.' + stream)
             .map(o => o.textContent).join('');
-        const pictures = outputs.flatMap(o => [...o.querySelectorAll('img')]).filter(i => i.naturalWidth > 0);
+        const pictures = [...cell.querySelectorAll('.jp-OutputArea-output img')].filter(i => i.naturalWidth > 0);
         const count = cell.querySelector('.jp-InputPrompt').textContent;
         return {count, stdout: text('stdout'), stderr: text('stderr'), pictures: pictures.length};
     });
@@ -67,6 +67,8 @@ def faults(notebook: dict[str, Any], shown: list[dict[str, Any]]) -> list[str]:
             found.append(f"{cell['id']}: the count is {seen['count']}, not [{number}]:")
         if seen["stderr"]:
             found.append(f"{cell['id']}: an error or a warning: {seen['stderr']}")
+        if "interactive" in cell["metadata"].get("tags", []):
+            pictures += 1  # of the widget, which is not stored
         if seen["pictures"] != pictures:
             found.append(f"{cell['id']}: {seen['pictures']} pictures are drawn, not {pictures}")
         if seen["stdout"].rstrip() != text.rstrip() and "nbval-ignore-output" not in cell["metadata"].get("tags", []):
@@ -176,6 +178,43 @@ def test_every_cell_shows_in_jupyterlab_what_is_stored(lab: Lab, path: Path) -> 
     page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
     photograph(page, f"{path.stem}-dark")
     assert page.evaluate(SHOWN) == shown
+
+
+def by_keys(page: Any, slider: int, key: str) -> str:
+    """What the page says in the widget after a key is pressed on one of its handles."""
+    handle = page.locator(".jupyter-widgets .noUi-handle").nth(slider)
+    handle.focus()
+    before = page.locator(".jupyter-widgets .jp-OutputArea").last.inner_text()
+    handle.press(key)
+    page.wait_for_function(
+        "before => [...document.querySelectorAll('.jupyter-widgets .jp-OutputArea')].pop().innerText != before",
+        arg=before, timeout=30_000,
+    )  # fmt: skip
+    return str(page.locator(".jupyter-widgets .jp-OutputArea").last.inner_text())
+
+
+@pytest.mark.browser
+def test_sliders_over_the_strips(lab: Lab) -> None:
+    """Lengths, layout, cp_size and rank, each moved as a reader would: handles 0 to 5 are the samples' lengths."""
+    page = lab(next(path for path in NOTEBOOKS if path.stem == "03_context_parallel"))
+    said = by_keys(page, 1, "ArrowRight")  # sample A one token longer: 6 of them, in 8 rows with its padding
+    assert "B2" not in said
+    assert "A5" in said
+    assert "cp_size 3" in by_keys(page, 6, "ArrowRight")
+    assert "rank 1 holds" in by_keys(page, 7, "ArrowRight")
+    page.locator(".jupyter-widgets button", has_text="bshd, windows").click()
+    page.wait_for_selector(".jupyter-widgets .jp-OutputArea:has-text('bshd, contiguous CP, cp_size 3')")
+    assert "ValueError: sample 1: total_length 2, response_length 2: no prompt" in by_keys(page, 2, "ArrowLeft")
+
+
+@pytest.mark.browser
+def test_a_stepper_over_the_timeline(lab: Lab) -> None:
+    page = lab(next(path for path in NOTEBOOKS if path.stem == "05_collectives_and_autograd"))
+    said = [by_keys(page, 0, "ArrowRight") for _ in range(3)]
+    assert "after 2" in said[0]
+    assert "first difference" not in said[0]
+    assert "first difference" in said[1]  # the third call: backward of log-prob beside that of the entropy
+    assert "after 4" in said[2]
 
 
 BROKEN = {

@@ -110,7 +110,9 @@ def test_the_first_screen_says_what_and_how_long(path: Path) -> None:
 def test_tags_are_known(path: Path) -> None:
     for cell in load(path)["cells"]:
         assert set(cell["metadata"]) <= {"tags"}
-        assert set(cell["metadata"].get("tags", [])) <= {"gpu", "nbval-ignore-output"}
+        tags = set(cell["metadata"].get("tags", []))
+        assert tags <= {"gpu", "interactive", "nbval-ignore-output"}
+        assert "interactive" not in tags or (cell["outputs"] == [] and "nbval-ignore-output" in tags)
 
 
 def test_links_lead_somewhere_and_pictures_have_a_text(path: Path) -> None:
