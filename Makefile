@@ -19,7 +19,7 @@ nightly: .venv/ready ## what takes long: thousands of random cases, the longer n
 
 coverage: .venv/ready ## lines of refimpl that the tests run, in processes and ranks that they start too; at least 95 %
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest tests $(ARGS)
+	PYTHONPATH=$(CURDIR) $(BIN)/coverage run -m pytest tests $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

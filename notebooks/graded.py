@@ -43,9 +43,18 @@ def first_finding(name: str) -> str:
 # ---------------------------------------------------------------- rows, tokens, pieces
 
 
-def rolled(tokens: Sequence[Tensor], layout: Layout, rank: int) -> Tensor:
-    """Targets as a roll of the rank's own rows."""
-    return slicing.local_tokens(tokens, layout, rank).roll(-1)
+def rolled_after_the_split(tokens: Sequence[Tensor], layout: Layout, rank: int) -> Tensor:
+    """The next row of the rank's own buffer, except where a sample ends."""
+    none = slicing.targets(tokens, layout, rank) == slicing.NO_TARGET
+    return slicing.local_tokens(tokens, layout, rank).roll(-1).masked_fill(none, slicing.NO_TARGET)
+
+
+def shifted_after_packing(tokens: Sequence[Tensor], layout: Layout, rank: int) -> Tensor:
+    """The next token of the packed stream, before it is split: right within a sample, and one too many at its end."""
+    stream = torch.cat(list(tokens)).roll(-1)
+    stream[-1] = slicing.NO_TARGET
+    shifted = torch.split(stream, [len(sample) for sample in tokens])
+    return slicing.local_tokens(shifted, layout, rank, pad_id=slicing.NO_TARGET)
 
 
 def rows_of_tokens(log_prob: Tensor, entropy: Tensor | None, layout: Layout, rank: int) -> Pieces:
@@ -80,15 +89,6 @@ def kept_by_zero(log_prob: Tensor, entropy: Tensor | None, layout: Layout, rank:
         return [piece + 0 * buffer.sum() for piece in slicing.response_pieces(buffer, layout, rank)]
 
     return kept(log_prob), None if entropy is None else kept(entropy)
-
-
-def a_slice_per_sample(logits: Tensor, tokens: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
-    """Log-prob and entropy of each sample's own slice of the logits."""
-    goals, pieces = slicing.targets(tokens, layout, rank), []
-    for spans in layout.response_spans(rank):
-        parts = [log_prob_and_entropy(logits[span.rows], goals[span.rows]) for span in spans]
-        pieces.append([torch.cat([part[key] for part in parts if part[key] is not None]) for key in (0, 1)])  # type: ignore[misc]
-    return [log_prob for log_prob, _ in pieces], [entropy for _, entropy in pieces]
 
 
 def all_at_once(logits: Tensor, tokens: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
@@ -187,8 +187,8 @@ def unpadded(x: Tensor, targets: Tensor, start: int, size: int, group: Any, padd
 
 
 GRADED = {
-    "rolled after the split": Graded("targets", rolled, slicing.targets, "C2"),
-    "shifted after packing": Graded("targets", rolled, slicing.targets, "C2"),
+    "rolled after the split": Graded("targets", rolled_after_the_split, slicing.targets, "C2"),
+    "shifted after packing": Graded("targets", shifted_after_packing, slicing.targets, "C2"),
     "token rows for logit rows": Graded("extraction", rows_of_tokens, slicing.extract, "C2"),
     "no prompt": Graded(kinds.ROWS, packed_slices, right_rows, "input"),
     "the last none": Graded(kinds.ROWS, last_n, right_rows, "C2"),
@@ -202,7 +202,7 @@ GRADED = {
     "padded columns": Graded(kinds.SHARDS, partial(unpadded, padding=True), unpadded, "C7"),
     "every row scaled by row 0": Graded("log_prob_entropy", by_row_0, log_prob_and_entropy, "C7"),
     "twice the gradient": Graded(kinds.MEAN, partial(mean_over_all, loss="own slice"), mean_over_all, "C8"),
-    "a slice per sample": Graded(kinds.FROM_LOGITS, a_slice_per_sample, all_at_once, "memory"),
+    "a slice per sample": Graded(kinds.FROM_LOGITS, history.extract_before_1788, all_at_once, "memory"),
     "an offset of 32 bits": Graded("log_prob_entropy", offsets_of_32_bits, log_prob_and_entropy, "C1"),
     "a mean over nothing": Graded("weights", over_nothing, weights_per_token, "C7"),
     "the shard's own tokens": Graded("weights", over_own_shard, weights_per_token, "C7"),

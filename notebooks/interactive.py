@@ -14,7 +14,7 @@ LAYOUTS = {
     "thd, zigzag": ("thd", "zigzag"),
     "thd, allgather": ("thd", "contiguous"),
     "bshd, zigzag": ("bshd", "zigzag"),
-    "bshd, windows": ("bshd", "contiguous"),
+    "bshd, contiguous": ("bshd", "contiguous"),
 }
 WIDE = {"style": {"description_width": "7em"}, "layout": {"width": "34em"}, "continuous_update": False}
 

@@ -3,6 +3,7 @@
 print(check.grade(kinds.MEAN, my_mean))
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,15 +26,20 @@ def judge_rows(fn: Candidate, given: tuple[list[int], list[int]], _: int) -> Ite
     for n, r in zip(totals, responses, strict=True):
         want.append([start + p for p in range(n) if n - r - 1 <= p < n - 1])
         start += n
-    expected = f"an error that names sample {bad[0]} and its {responses[bad[0]]}" if bad else str(want)
+    expected = f"an error that says: sample {bad[0]}, and its {responses[bad[0]]}" if bad else str(want)
     try:
         got = call(fn, list(totals), list(responses))
     except Broken as broken:
         said = str(broken.args[1])
-        if not bad or str(bad[0]) not in said or str(responses[bad[0]]) not in said:
+        error = said.rpartition(" (line ")[0]  # where it was raised is no number of a sample
+        if not bad or not re.search(rf"sample\D{{0,3}}{bad[0]}\b.*(?<!\w){responses[bad[0]]}\b", error):
             yield Finding("input" if bad else "C1", where, expected, said)
         return
-    if bad or got != want:
+    try:
+        numbers = [[int(row) for row in rows] for rows in got]
+    except (TypeError, ValueError):
+        raise Broken(f"a list of rows for each of {len(totals)} samples", str(got)) from None
+    if bad or numbers != want:
         yield Finding("input" if bad else "C2", where, expected, str(got))
 
 
@@ -64,13 +70,16 @@ def arrivals(loss: Tensor, size: int) -> int:
 
 
 def run_from_logits(fn: Candidate, layout: Layout, rank: int) -> tuple[Tensor, list[Tensor], list[Tensor], int]:
-    """The logits with their gradient, the pieces, and the gradients of ``[T, V]`` of log-probs + 2 entropies."""
+    """The logits with their gradient, the pieces, and how many gradients of ``[T, V]`` there were."""
     tokens = [torch.arange(n) * (i + 2) % 5 for i, n in enumerate(layout.batch.total_lengths)]
     logits = torch.linspace(-30, 30, layout.rows * 5).view(-1, 5).sin().requires_grad_()
     log_probs, entropies = call(fn, logits, tokens, layout, rank)
     if len(log_probs) != len(tokens) or len(entropies) != len(tokens):
         raise Broken(f"two lists of {len(tokens)} tensors", f"{len(log_probs)} and {len(entropies)}")
-    loss = torch.cat(list(log_probs)).sum() + 2 * torch.cat(list(entropies)).sum()
+    flat = torch.stack([torch.cat(list(log_probs)), torch.cat(list(entropies))])
+    if not flat.requires_grad:
+        return logits, log_probs, entropies, 0
+    loss = (flat * torch.stack([1.0 + torch.arange(flat.shape[1]), 3.0 - torch.arange(flat.shape[1])])).sum()
     return logits, log_probs, entropies, arrivals(loss, logits.numel())
 
 
@@ -78,9 +87,8 @@ def judge_from_logits(fn: Candidate, layout: Layout, rank: int) -> Iterator[Find
     """Values and gradient against fp64; and gradients of ``[T, V]`` no more for many samples than for one."""
     logits, log_probs, entropies, many = run_from_logits(fn, layout, rank)
     held, goals, upon = held_rows(layout, rank), torch.zeros(layout.rows).long(), torch.zeros(2, layout.rows)
-    for i, pairs in enumerate(held):
-        for p, row in pairs:
-            goals[row], upon[:, row] = (p + 1) * (i + 2) % 5, torch.tensor([1.0, 2.0])
+    for n, (i, p, row) in enumerate((i, p, row) for i, pairs in enumerate(held) for p, row in pairs):
+        goals[row], upon[:, row] = (p + 1) * (i + 2) % 5, torch.tensor([1.0 + n, 3.0 - n])
     log_prob, entropy, slope = exact(logits, goals, (upon[0], upon[1]))
     for i, pairs in enumerate(held):
         rows = [row for _, row in pairs]
@@ -130,7 +138,7 @@ def judge_mean(got: tuple[float, Tensor | None], given: PerRank, rank: int) -> I
 
 MEAN = Kind(
     "fn(values, mask, group) -> the mean over all ranks, the same on each; backward is called on each",
-    "C4 C6 C7 C8",
+    "C1 C4 C6 C7 C8",
     lambda: {
         f"values and masks {given}": given
         for given in (
@@ -149,20 +157,25 @@ MEAN = Kind(
 Shards = tuple[list[list[float]], list[int], list[int], int]  # logits, targets, where they are cut, size of vocabulary
 
 
+def weights(rows: int) -> tuple[Tensor, Tensor]:
+    """Incoming gradients of log-prob and entropy, another one for each row."""
+    return 1.0 + torch.arange(rows), 3.0 - torch.arange(rows)
+
+
 def run_shards(me: Rank, fn: Candidate, given: Shards) -> list[Tensor]:
     """Log-prob, entropy and the gradient of this rank's columns."""
     rows, targets, cuts, size = given
     shard = torch.tensor(rows)[:, cuts[me.tp_rank] : cuts[me.tp_rank + 1]].requires_grad_()
     log_prob, entropy = fn(shard, torch.tensor(targets), cuts[me.tp_rank], size, me.tp_group)
-    (log_prob.sum() + 2 * entropy.sum()).backward()
+    upon = weights(len(rows))
+    (log_prob * upon[0] + entropy * upon[1]).sum().backward()
     return [log_prob.detach(), entropy.detach(), torch.zeros(0) if shard.grad is None else shard.grad]
 
 
 def judge_shards(got: list[Tensor], given: Shards, rank: int) -> Iterator[Finding]:
     """Against one fp64 process that holds the vocabulary and no padding."""
     rows, targets, cuts, size = given
-    upon = torch.ones(len(rows)), torch.full((len(rows),), 2.0)
-    log_prob, entropy, slope = exact(torch.tensor(rows)[:, :size], torch.tensor(targets), upon)
+    log_prob, entropy, slope = exact(torch.tensor(rows)[:, :size], torch.tensor(targets), weights(len(rows)))
     mine = torch.nn.functional.pad(slope, (0, cuts[-1] - size))[:, cuts[rank] : cuts[rank + 1]]
     yield from differ("log-prob", got[0], log_prob)
     yield from differ("entropy", got[1], entropy)
@@ -171,13 +184,15 @@ def judge_shards(got: list[Tensor], given: Shards, rank: int) -> Iterator[Findin
 
 SHARDS = Kind(
     "fn(logits, targets, vocab_start, vocab_size, group) -> ([T], [T]), the vocabulary split over the group",
-    "C6 C7 C8",
+    "C1 C6 C7 C8",
     lambda: {
         f"logits {given[0]}, targets {given[1]}, cut at {given[2]}, vocabulary of {given[3]}": given
         for given in (
             ([[1.0, 2.0, 3.0, 4.0]], [0], [0, 2, 4], 4),
             ([[1.0, 2.0, 3.0, 4.0], [0.0, -1.0, 2.0, 0.5]], [3, 1], [0, 1, 4], 4),
             ([[0.0] * 6], [0], [0, 3, 6], 5),
+            ([[1e4, 1e4 + 1, 1e4 + 2, 1e4 + 3]], [2], [0, 2, 4], 4),
+            ([[-torch.inf, -torch.inf, 1.0, 2.0]], [3], [0, 2, 4], 4),
         )
     },
     judge_shards,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refimpl.candidate import LIMIT, Late, limited
+from refimpl.candidate import LIMIT, Broken, Late, call, limited
 from refimpl.diagrams import Drawing, beside, strips
 from refimpl.entropy import Triple
 from refimpl.layout import Batch, Layout
@@ -56,8 +56,11 @@ def verdict(answer: Answer) -> str:
         want, got = puzzle.right(*args), _try(answer, args)
         if not _same(want, got):
             entry, at = _first_wrong(want, got)
-            at = ": ".join(filter(None, (at, puzzle.where(entry, *args))))
-            lines = [f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}"]
+            at = ": ".join(filter(None, (at, "" if entry is None else puzzle.where(entry, *args))))
+            kind = f", a {type(got).__name__}" * (_text(want) == _text(got))
+            lines = [
+                f"wrong: {name}({', '.join(map(_text, args))}) should be {_text(want)}, yours is {_text(got)}{kind}"
+            ]
             lines += [f"first at {at}"] if at else []
             for mistake, wrong in puzzle.mistakes.items():
                 if all(_text(_try(wrong, other)) == _text(_try(answer, other)) for other in puzzle.cases):
@@ -66,9 +69,11 @@ def verdict(answer: Answer) -> str:
     return f"right, in {len(puzzle.cases)} cases"
 
 
-def _first_wrong(want: Any, got: Any) -> tuple[int, str]:
-    """The first entry that differs, as number and as text; a single value has no text."""
-    if not isinstance(want, list) or not isinstance(got, list):
+def _first_wrong(want: Any, got: Any) -> tuple[int | None, str]:
+    """The first entry that differs, as number and as text; a single value has no text, an odd answer no number."""
+    if isinstance(want, list) and not isinstance(got, list | tuple):
+        return None, ""
+    if not isinstance(want, list):
         return 0, ""
     pairs = enumerate(zip(want, got, strict=False))
     entry = next((k for k, (a, b) in pairs if not _same(a, b)), min(len(want), len(got)))
@@ -85,11 +90,11 @@ def _try(answer: Answer, args: tuple[Any, ...]) -> Any:
     """What the answer gives for copies of the arguments; an error as text."""
     try:
         with limited():
-            return answer(*(arg if isinstance(arg, torch.Tensor) else copy.deepcopy(arg) for arg in args))
+            return call(answer, *(arg.clone() if arg is X else copy.deepcopy(arg) for arg in args))
     except Late:
         return f"no answer within {LIMIT:g} s"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Broken as broken:
+        return broken.args[1]
 
 
 def _same(want: Any, got: Any) -> bool:
@@ -97,7 +102,9 @@ def _same(want: Any, got: Any) -> bool:
         kept = isinstance(got, torch.Tensor) and (got.dtype, got.shape) == (want.dtype, want.shape)
         return bool(kept and got.requires_grad and _leads_back(got))
     if isinstance(want, float):
-        return type(got) in (float, int) and (want == got or math.isclose(want, got, rel_tol=1e-6, abs_tol=1e-9))
+        if isinstance(got, bool) or not isinstance(got, int | float):
+            return False
+        return want == got or (abs(got) < 1e300 and math.isclose(want, got, rel_tol=1e-6, abs_tol=1e-9))
     if isinstance(want, list | tuple):
         alike = isinstance(got, list | tuple) and len(want) == len(got)
         return bool(alike and all(_same(a, b) for a, b in zip(want, got, strict=True)))
@@ -118,9 +125,13 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    plain = value is None or isinstance(value, int | str)
-    return (repr(value) if isinstance(value, str) else str(value)) if plain else f"{type(value).__name__} {value}"
+        return "[" + ", ".join("..." if part is value else _text(part) for part in value) + "]"
+    try:
+        plain = value is None or isinstance(value, int | str)
+        text = (repr(value) if isinstance(value, str) else str(value)) if plain else f"{type(value).__name__} {value}"
+    except Exception as error:  # an int of too many digits, for one
+        return f"{type(value).__name__} that cannot be printed ({type(error).__name__})"
+    return text if len(text) < 300 else f"{text[:300]} ..."
 
 
 def _entries(value: Any) -> list[str]:
@@ -270,7 +281,7 @@ PUZZLES = {
             ],
         },
         lambda *lengths: strips(_packed(*lengths)),
-        lambda entry, *lengths: f"rank 0, sample {LETTERS[entry]}",
+        lambda entry, totals, _: f"rank 0, sample {LETTERS[entry]}" if entry < len(totals) else "one sample too many",
     ),
     "owner": Puzzle(
         _owner,

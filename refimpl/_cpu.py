@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,25 @@ def _share(kernel: Callable[..., None], *arguments: Tensor | int | float) -> Non
     """Call a kernel on several threads, which share the rows; ctypes lets go of the interpreter during a call."""
     types: dict[Any, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
     given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in arguments]
-    work = functools.partial(kernel, *given, ctypes.byref(ctypes.c_int64(0)))
-    others = [_helpers().submit(work) for _ in range(torch.get_num_threads() - 1)]
-    work()
-    for other in others:
-        if not other.cancel():  # it has begun; one that has not, on a busy machine or after a fork, is not waited for
-            other.result()
+    counter = ctypes.c_int64(0)
+
+    def work(_held: object = arguments) -> None:  # the tensors live as long as a thread may still run
+        kernel(*given, ctypes.byref(counter))
+
+    others: list[Future[None]] = []
+    try:
+        others += [_helpers().submit(work) for _ in range(torch.get_num_threads() - 1)]
+        work()
+    finally:  # who has not begun, on a busy machine, is not waited for
+        for other in others:
+            if not other.cancel():
+                other.result()
 
 
 @functools.cache
 def _helpers() -> ThreadPoolExecutor:
     """Threads that stay: to start one takes longer than a small kernel."""
     return ThreadPoolExecutor(thread_name_prefix="refimpl")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along

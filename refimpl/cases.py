@@ -1,7 +1,9 @@
 """What ``check`` puts before a candidate on simulated ranks, and how it judges the answer: one judge for each kind."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch.autograd import grad
 
 from refimpl.candidate import Broken, Candidate, Finding, call
 from refimpl.diagrams import describe
-from refimpl.history import Trained
 from refimpl.layout import Batch, Layout
+
+gradients = partial(grad, retain_graph=True, allow_unused=True)
 
 
 def held_rows(layout: Layout, rank: int) -> list[list[tuple[int, int]]]:
@@ -51,20 +54,20 @@ def judge_extraction(fn: Candidate, layout: Layout, rank: int) -> Iterator[Findi
     log_prob, entropy = (-code - 1).requires_grad_(), (code + 1000).requires_grad_()
     for asked in (entropy, entropy.detach(), None):  # with gradient, without, not asked for
         got = _two(fn, log_prob, asked, layout, rank)
-        both = {"log-probs": (_pieces(got[0], layout, "log-probs"), log_prob)}
+        both = {"log-probs": (_pieces(got[0], layout, "log-probs"), log_prob, entropy)}
         if asked is not None:
-            both["entropies"] = (_pieces(got[1], layout, "entropies"), asked)
+            both["entropies"] = (_pieces(got[1], layout, "entropies"), asked, log_prob)
         elif got[1] is not None:
             yield Finding("C5", "entropy not asked for", "None in place of the list", str(got[1]))
-        for name, (pieces, buffer) in both.items():
+        for name, (pieces, buffer, other) in both.items():
             for i, (piece, pairs) in enumerate(zip(pieces, held, strict=True)):
-                yield from _judge_piece(piece, buffer, [row for _, row in pairs], f"{name} of sample {i}")
+                yield from _judge_piece(piece, buffer, other, [row for _, row in pairs], f"{name} of sample {i}")
     now, before = torch.stack([log_prob.detach(), entropy.detach()]), torch.stack([-code - 1, code + 1000])
-    if not torch.equal(now.nan_to_num(), before.nan_to_num()):
+    if not torch.allclose(now, before, 0, 0, equal_nan=True):
         yield Finding("C7", "", "the caller's buffers as they were", "other values in them")
 
 
-def _judge_piece(piece: Tensor, buffer: Tensor, rows: list[int], where: str) -> Iterator[Finding]:
+def _judge_piece(piece: Tensor, buffer: Tensor, other: Tensor, rows: list[int], where: str) -> Iterator[Finding]:
     want, weights = buffer.detach()[rows], torch.arange(1.0, len(rows) + 1, dtype=buffer.dtype)
     if piece.shape != want.shape or not torch.equal(piece.detach().double(), want.double()):
         yield Finding("C2", where, f"rows {rows}: {want.tolist()}", str(piece.tolist()))
@@ -76,7 +79,9 @@ def _judge_piece(piece: Tensor, buffer: Tensor, rows: list[int], where: str) -> 
             yield Finding("C5", where, "no gradient where the entropy has none", describe(piece))
         return
     loss = (piece * weights).sum()
-    reached = grad(loss, buffer, retain_graph=True, allow_unused=True)[0] if piece.requires_grad else None
+    reached, astray = gradients(loss, (buffer, other)) if piece.requires_grad else (None, None)
+    if astray is not None and astray.any():
+        yield Finding("C7", where, "no gradient in the other buffer", str(astray.tolist()))
     if reached is None:
         yield Finding("C4", where, "a path to the buffer", describe(piece))
     elif reached.tolist() != torch.zeros_like(buffer).index_put((torch.tensor(rows).long(),), weights).tolist():
@@ -92,7 +97,9 @@ def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: 
             for n in range(span.length):
                 if span.position + n + shift < len(tokens_i):
                     want[span.row + n] = int(tokens_i[span.position + n + shift])
-    got = call(fn, [sample.clone() for sample in tokens], layout, rank)
+    got = call(fn, given := [sample.clone() for sample in tokens], layout, rank)
+    if not all(map(torch.equal, given, tokens)):
+        yield Finding("C7", "", "the caller's tokens as they were", str(given))
     if not isinstance(got, Tensor) or got.shape != (layout.rows,):
         raise Broken(f"a tensor of {layout.rows} rows", str(list(got.shape)) if isinstance(got, Tensor) else repr(got))
     if got.dtype != torch.int64:
@@ -105,29 +112,18 @@ def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: 
 def judge_weights(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]:
     """The weights of a mean per token, under masks that leave out each third token, and under masks of zeros."""
     for keep in (1.0, 0.0):
-        masks = [(torch.arange(n) % 3 != 1) * keep for n in layout.batch.response_lengths]  # 1 0 1 1 0 1 ...
+        masks = [(torch.arange(n) % 3 != 1) * keep for n in layout.batch.response_lengths]  # 1 0 1 1 0 1 ... or 0
         total = max(1.0, sum(float(mask.sum()) for mask in masks))
-        got = _pieces(call(fn, [mask.clone() for mask in masks], layout, rank), layout, "weights")
+        got = _pieces(call(fn, given := [mask.clone() for mask in masks], layout, rank), layout, "weights")
+        if not all(map(torch.equal, given, masks)):
+            yield Finding("C7", "", "the caller's masks as they were", str(given))
         for i, (piece, pairs) in enumerate(zip(got, held_rows(layout, rank), strict=True)):
             first = layout.batch.first_predicting(i)
-            want = [round(float(masks[i][p - first]) / total, 5) for p, _ in pairs]
-            if (found := [round(v, 5) if v == v else v for v in piece.flatten().tolist()]) != want:
-                yield Finding("C7", f"sample {i}, {'some' if keep else 'no'} token counts", str(want), str(found))
+            want = [float(masks[i][p - first]) / total for p, _ in pairs]
+            where = f"weights of sample {i}, {'some' if keep else 'no'} token counts"
+            for finding in differ(where, piece, torch.tensor(want, dtype=torch.float64)):
+                yield finding
                 return
-
-
-def judge_trained(got: Trained, given: tuple[Layout, float], rank: int) -> Iterator[Finding]:
-    """C4 and C7 of ``history.train``: entropies are positions, gradients 1 and the coefficient on scoring rows."""
-    layout, coefficient = given
-    owned = [p for pairs in held_rows(layout.as_zigzag(), rank) for p, _ in pairs]
-    scored = {row for pairs in held_rows(layout, rank) for _, row in pairs}
-    yield from differ("entropies", got.entropies, torch.tensor(owned, dtype=torch.float64))
-    for name, gradient, factor in (("log-prob", got.of_log_prob, 1.0), ("entropy", got.of_entropy, coefficient)):
-        want = torch.tensor([factor * (row in scored) for row in range(layout.rows)]).double()
-        if gradient is None and factor:
-            yield Finding("C4", f"{name} gradient", str(want.tolist()), "None")
-        elif gradient is not None:
-            yield from by_convention(f"{name} gradient", gradient, want)
 
 
 def by_convention(what: str, got: Tensor, want: Tensor) -> Iterator[Finding]:
@@ -153,22 +149,22 @@ def differ(what: str, got: Any, want: Tensor, near: float = 1e-5) -> Iterator[Fi
     if not isinstance(got, Tensor) or got.shape != want.shape:
         yield Finding("C7", what, f"shape {list(want.shape)}", str(getattr(got, "shape", got)))
     elif not torch.allclose(got.double(), want, near, near, equal_nan=True):
-        yield Finding("C7", what, str(_short(want)), str(_short(got)))
+        yield Finding("C7", what, _short(want), _short(got))
 
 
-def judge_log_prob_entropy(fn: Candidate, name: str, _: int) -> Iterator[Finding]:
+def judge_log_prob_entropy(fn: Candidate, name: str, rank: int) -> Iterator[Finding]:
     """Values and gradient against fp64, and the caller's logits unchanged."""
     values, wanted = ROWS[name]
+    near = 2e-2 if "bf16" in name else 1e-5
     logits = torch.tensor(values, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
     logits = logits.view(len(wanted), -1 if wanted else 3)
     if "apart" in name:  # of these 4 GiB only the pages that are touched take memory
         logits = torch.empty_strided((2, 3), (2**31, 1), dtype=logits.dtype).copy_(logits)
     goals, before = torch.tensor(wanted).long(), logits.clone()
     logits.requires_grad_()
-    where = f"{name}: logits {values}, targets {wanted}"
+    where = f"{name}: logits {textwrap.shorten(str(values), 80, placeholder=' ...')}, targets {wanted}"
     upon = torch.arange(1.0, len(wanted) + 1), 3 - 2 * torch.arange(0.0, len(wanted))  # each row and output its own
-    log_prob, entropy, slope = exact(logits, goals, upon)
-    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[logits.dtype]
+    log_prob, entropy, _ = exact(logits, goals, upon)
     try:
         got = _two(fn, logits, goals)
         if not all(isinstance(value, Tensor) for value in got):
@@ -180,20 +176,26 @@ def judge_log_prob_entropy(fn: Candidate, name: str, _: int) -> Iterator[Finding
         if not all(value.requires_grad for value in got):
             yield Finding("C4", where, "a graph to the logits", "values without gradient")
             return
-        (gradient,) = call(grad, (got[0] * upon[0]).sum() + (got[1] * upon[1]).sum(), logits, None, None, False, True)
-        if gradient is None:
-            yield Finding("C4", where, "a gradient", "None")
-        else:
-            yield from differ(f"gradient, {where}", gradient, slope, near)
+        none = torch.zeros(len(goals))
+        for of, asked in {"both": upon, "log-prob alone": (upon[0], none), "entropy alone": (none, upon[1])}.items():
+            losses = [(value * g).sum() for value, g in zip(got, asked, strict=True) if g is not none]
+            (gradient,) = call(gradients, sum(losses), logits)
+            if gradient is None:
+                yield Finding("C4", f"gradient of {of}, {where}", "a gradient", "None")
+            else:
+                yield from differ(f"gradient of {of}, {where}", gradient, exact(logits, goals, asked)[2], near)
+        if not torch.equal(goals, torch.tensor(wanted).long()):
+            yield Finding("C7", where, "the caller's targets as they were", str(goals.tolist()))
         if not bool(((logits == before) | (logits.isnan() & before.isnan())).all()):
-            yield Finding("C7", where, "the caller's logits as they were", str(_short(logits)))
+            yield Finding("C7", where, "the caller's logits as they were", _short(logits))
     except Broken as broken:
         yield Finding("C1", where, *broken.args)
 
 
-def _short(values: Tensor) -> Any:
+def _short(values: Tensor) -> str:
     rows = values.detach().double().tolist()
-    return [[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in rows]
+    rounded = [[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in rows]
+    return textwrap.shorten(str(rounded), 300, placeholder=" ...")
 
 
 INF, NAN = float("inf"), float("nan")
@@ -211,6 +213,7 @@ ROWS: dict[str, tuple[list[list[float]], list[int]]] = {  # logits, targets
     "a row of -inf beside another": ([[-INF, -INF], [1, 2]], [0, 1]),
     "three rows": ([[1, -1], [0.5, 0.25], [-3, 3]], [0, 1, 1]),
     "two rows 2^31 numbers apart, in bf16": ([[1, 2, 3], [0.5, -1, 0]], [1, 2]),
+    "a row of 5000": ([[i % 7 - 3.0 for i in range(4990)] + [9.0] * 10], [4999]),  # the largest in the last tile
     "no rows": ([], []),
 }
 

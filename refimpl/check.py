@@ -12,28 +12,51 @@ of your own, too.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from refimpl import history, ranks, slicing
 from refimpl.candidate import LIMIT, Broken, Candidate, Finding, Kind, Late, limited
 from refimpl.cases import (
     BATCHES,
     ROWS,
+    by_convention,
+    differ,
+    held_rows,
     judge_extraction,
     judge_log_prob_entropy,
     judge_tokens,
-    judge_trained,
     judge_weights,
     layouts,
     named,
 )
 from refimpl.diagrams import strips
 from refimpl.layout import Layout
-from refimpl.recorder import table
+from refimpl.recorder import first_difference, table
 
 TIMEOUT = 5.0  # seconds for one case on real ranks
+
+
+def judge_trained(got: history.Trained, given: tuple[Layout, float], rank: int) -> Iterator[Finding]:
+    """C1, C4 and C7 of ``history.train``: values are positions, gradients 1 and the coefficient on scoring rows."""
+    layout, coefficient = given
+    scored = {row for pairs in held_rows(layout, rank) for _, row in pairs}
+    for name, pieces, sign in (("log-probs", got.pieces[0], -1.0), ("entropies", got.pieces[1], 1.0)):
+        if len(pieces) != len(layout.batch):
+            yield Finding("C1", name, f"a tensor for each of {len(layout.batch)} samples", f"{len(pieces)} tensors")
+            continue
+        for i, (piece, pairs) in enumerate(zip(pieces, held_rows(layout.as_zigzag(), rank), strict=True)):
+            yield from differ(f"{name} of sample {i}", piece, sign * torch.tensor([p for p, _ in pairs]).double())
+    for name, gradient, factor in (("log-prob", got.of_log_prob, 1.0), ("entropy", got.of_entropy, coefficient)):
+        want = torch.tensor([factor * (row in scored) for row in range(layout.rows)]).double()
+        if gradient is None and factor:
+            yield Finding("C4", f"{name} gradient", str(want.tolist()), "None")
+        elif gradient is not None:
+            yield from by_convention(f"{name} gradient", gradient, want)
 
 
 def _trained(me: ranks.Rank, step: history.Step, given: tuple[Layout, float]) -> history.Trained:
@@ -53,7 +76,7 @@ def _of_layout(clauses: str, takes: str, returns: str, judge: Any) -> Kind:
 
 
 def _on_ranks(signature: str, run: Any) -> Kind:
-    return Kind(signature, "C4 C6 C7 C8", _steps, judge_trained, run, lambda given: {"cp": given[0].cp_size})
+    return Kind(signature, "C1 C4 C6 C7 C8", _steps, judge_trained, run, lambda given: {"cp": given[0].cp_size})
 
 
 PIECES = "(pieces, pieces), as slicing.extract"
@@ -110,10 +133,15 @@ class Case:
         grid: dict[str, Any] = self.kind.grid(self.given)
         outcomes = ranks.observe(run, fn, self.given, **grid, timeout=TIMEOUT, check=True)
         if all(outcome.status == "returned" for outcome in outcomes):
-            return [(f, o.rank) for o in outcomes for f in self.kind.judge(o.value, self.given, o.rank)]
+            try:
+                return [(f, o.rank) for o in outcomes for f in self.kind.judge(o.value, self.given, o.rank)]
+            except Broken as broken:
+                return [(Finding("C1", "", *broken.args), 0)]
         issued = f"\n{table(ranks.records(outcomes))}"
         hung = any(outcome.status == "unfinished" for outcome in outcomes)
-        return [(Finding("C6", "", "every rank issues the same collectives, and returns", issued, hung), 0)]
+        alike = all(o.status == "raised" for o in outcomes) and first_difference(ranks.records(outcomes)) is None
+        expected = "an answer" if alike else "every rank issues the same collectives, and returns"
+        return [(Finding("C1" if alike else "C6", "", expected, issued, hung), 0)]
 
     def located(self, finding: Finding, rank: int) -> Finding:
         """The finding with the case and its strip."""
@@ -164,7 +192,7 @@ def cases(kind: str | Kind) -> list[Case]:
 def grade(kind: str | Kind, fn: Any) -> Report:
     """All cases of a kind; of each clause the first finding is kept. At most three calls may hang."""
     listed = cases(kind)
-    clauses = listed[0].kind.clauses.split()
+    clauses = (KINDS[kind] if isinstance(kind, str) else kind).clauses.split()
     report = Report(getattr(fn, "__name__", type(fn).__name__), kind if isinstance(kind, str) else kind.signature)
     report.clauses = dict.fromkeys(clauses)
     hung = 0
@@ -174,7 +202,7 @@ def grade(kind: str | Kind, fn: Any) -> Report:
         stops = [finding.clause for finding, _ in found if finding.clause in ("C1", "C2", "C6")]  # nothing to see after
         report.seen.update(stops if "C6" in stops else [c for c in clauses if c <= min(stops, default="z")])
         for finding, rank in found:
-            report.clauses[finding.clause] = report.clauses[finding.clause] or case.located(finding, rank)
+            report.clauses[finding.clause] = report.clauses.get(finding.clause) or case.located(finding, rank)
             hung += finding.hung
         if hung >= 3:
             break

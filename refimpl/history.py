@@ -24,11 +24,14 @@ Keys = Sequence[Sequence[Tensor | None]]  # for log-prob and, if asked for, entr
 
 
 def extract_before_1788(
-    logits: Tensor, targets: Tensor, layout: Layout, cp_rank: int
+    logits: Tensor, tokens: Sequence[Tensor], layout: Layout, cp_rank: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Before #1788: a slice of the logits for each sample. Right, but each sends a full ``[T, V]`` gradient back."""
-    each = [log_prob_and_entropy(logits[s.rows], targets[s.rows]) for (s,) in layout.response_spans(cp_rank)]
-    return [log_prob for log_prob, _ in each], [entropy for _, entropy in each if entropy is not None]
+    """Before #1788: slices of the logits for each sample. Right, but each sends a full ``[T, V]`` gradient back."""
+    goals, pieces = slicing.targets(tokens, layout, cp_rank), []
+    for spans in layout.response_spans(cp_rank):
+        keys = zip(*[log_prob_and_entropy(logits[span.rows], goals[span.rows]) for span in spans], strict=True)
+        pieces.append([torch.cat([part for part in parts if part is not None]) for parts in keys])
+    return [log_prob for log_prob, _ in pieces], [entropy for _, entropy in pieces]
 
 
 def extract_before_1846(
@@ -184,11 +187,12 @@ LINE = {
 
 
 class Trained(NamedTuple):
-    """What one rank has after ``train``: the entropies that it owns, and what backward left of its two buffers."""
+    """What one rank has after ``train``: the entropies that it owns, what backward left of its buffers; all pieces."""
 
     entropies: Tensor
     of_log_prob: Tensor | None
     of_entropy: Tensor | None
+    pieces: list[list[Tensor]]
 
 
 def train(me: Rank, step: Step, layout: Layout, coefficient: float = 1.0, keep_graph: bool = False) -> Trained:
@@ -200,7 +204,9 @@ def train(me: Rank, step: Step, layout: Layout, coefficient: float = 1.0, keep_g
     """
     log_prob, entropy = step.buffers(layout, me.cp_rank, me.device, entropy_grad=step.entropy_grad(coefficient))
     keys = step.extract(log_prob, entropy, layout, me.cp_rank)
-    log_probs, entropies = map(torch.cat, step.redistribute(keys, layout, me.cp_rank, me.cp_group))
+    pieces = step.redistribute(keys, layout, me.cp_rank, me.cp_group)
+    log_probs, entropies = map(torch.cat, pieces)
     loss = log_probs.sum() + coefficient * entropies.sum() + (0 * log_prob.sum() if keep_graph else 0)
     loss.backward()  # type: ignore[no-untyped-call]
-    return Trained(entropies.detach(), log_prob.grad, entropy.grad)
+    own = [[piece.detach() for piece in key] for key in pieces]
+    return Trained(entropies.detach(), log_prob.grad, entropy.grad, own)

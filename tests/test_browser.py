@@ -202,7 +202,7 @@ def test_sliders_over_the_strips(lab: Lab) -> None:
     assert "A5" in said
     assert "cp_size 3" in by_keys(page, 6, "ArrowRight")
     assert "rank 1 holds" in by_keys(page, 7, "ArrowRight")
-    page.locator(".jupyter-widgets button", has_text="bshd, windows").click()
+    page.locator(".jupyter-widgets button", has_text="bshd, contiguous").click()
     page.wait_for_selector(".jupyter-widgets .jp-OutputArea:has-text('bshd, contiguous CP, cp_size 3')")
     assert "ValueError: sample 1: total_length 2, response_length 2: no prompt" in by_keys(page, 2, "ArrowLeft")
 

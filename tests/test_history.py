@@ -94,7 +94,7 @@ def test_a_rank_that_holds_nothing_has_no_gradient_or_zeros(step: str, batch: st
     """None as long as the redistribution puts fresh zeros in the place of an empty piece; zeros where it does not."""
     for rank, outcome in enumerate(observe(LINE[step], BATCHES[batch], 0.01)):
         _, scored = expected(BATCHES[batch], rank)
-        for gradient in outcome.value[1:]:
+        for gradient in (outcome.value.of_log_prob, outcome.value.of_entropy):
             absent = step != "now" and not any(scored)
             assert gradient is None if absent else gradient is not None
 
@@ -228,10 +228,11 @@ def test_without_entropy_every_step_is_right(step: str) -> None:
 def test_before_1788_the_values_are_the_same_but_each_sample_costs_a_whole_gradient() -> None:
     layout = Layout(Batch([6, 10], [4, 9]), cp_split="contiguous", cp_size=2)
     logits = torch.sin(torch.arange(8.0 * 5)).view(8, 5).double().requires_grad_()
-    goals = torch.arange(8) % 5
+    tokens = [torch.arange(6) * 2 % 5, torch.arange(10) * 3 % 5]
+    goals = torch.tensor([2, 4, 1, 3, 0, -1, 3, 1])  # rank 0: A0 to A5 and B0, B1; each row's is the next token
     log_p = torch.log_softmax(logits.detach(), 1)
     rows = [[row for row, _ in oracle.response(layout, 0, i)] for i in range(2)]
-    log_probs, entropies = history.extract_before_1788(logits, goals, layout, 0)
+    log_probs, entropies = history.extract_before_1788(logits, tokens, layout, 0)
     for i, own in enumerate(rows):
         assert torch.allclose(log_probs[i], log_p[own, goals[own]])
         assert torch.allclose(entropies[i], -(log_p.exp() * log_p).sum(1)[own])

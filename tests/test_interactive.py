@@ -40,7 +40,7 @@ def by_name(box: ipywidgets.VBox, name: str) -> Any:
 def test_the_sliders_redraw(capsys: pytest.CaptureFixture[str]) -> None:
     box = interactive.explore()
     assert "thd, zigzag CP, cp_size 2" in capsys.readouterr().out
-    by_name(box, "layout").value = "bshd, windows"
+    by_name(box, "layout").value = "bshd, contiguous"
     by_name(box, "cp_size").value = 4
     by_name(box, "rank").value = 3
     assert capsys.readouterr().out.splitlines()[-1].startswith("rank 3 holds ")

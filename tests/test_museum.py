@@ -1,16 +1,19 @@
 """The exhibits: what each side does, by hand; and the mysteries, each of whose wrong answers is refused."""
 
 import math
+import re
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import graded
 import kinds
 import museum
 from refimpl import check
 from refimpl.candidate import Finding
+from refimpl.collectives import all_reduce
 
 HANG, TYPE_ERROR = (
     "unfinished: in all_reduce, called by returns_early",
@@ -118,7 +121,9 @@ def test_the_grader_rejects_the_old_code_for_the_right_clause(name: str) -> None
 def test_the_smallest_case_is_named() -> None:
     assert graded.first_finding("no prompt") == "input  no prompt: lengths [2] [2]"
     assert graded.first_finding("a gradient at p = 0") == "C7     a gradient at p = 0: a logit of -inf"
-    assert graded.first_finding("rolled after the split").startswith("C2     rolled after the split: ")
+    rolled, shifted = graded.first_finding("rolled after the split"), graded.first_finding("shifted after packing")
+    assert re.match(r"C2 +rolled after the split: .* CP, cp_size [23]", rolled)  # not without a split
+    assert shifted == "C2     shifted after packing: thd, no CP, 2 rows, lengths [1, 1] [0, 0]"  # not with one sample
 
 
 def twice(values: Any, mask: Any, group: Any) -> Any:
@@ -147,6 +152,19 @@ def late_error(totals: Any, responses: Any) -> Any:
     return [] if max(responses) > max(totals) else graded.right_rows(totals, responses)
 
 
+scaled = graded.ScaledByRow0.apply
+
+
+def no_maximum(x: Any, targets: Any, start: int, size: int, group: Any) -> Any:
+    """Exponentials as they are."""
+    x = x[:, : max(0, size - start)]
+    own = [(t - start, start <= t < start + x.shape[1]) for t in targets.tolist()]
+    logit = torch.stack([x[row, t] if here else x[row].sum() * 0 for row, (t, here) in enumerate(own)])
+    plogp = torch.where(x.exp() > 0, x.exp() * x, 0)
+    sums = all_reduce(torch.stack([x.exp().sum(1), plogp.sum(1), logit]), group, loss="replicated")
+    return sums[2] - sums[0].log(), sums[0].log() - sums[1] / sums[0]
+
+
 def entropy_detached(*args: Any) -> Any:
     pieces, entropies = graded.all_at_once(*args)
     return pieces, [entropy.detach() for entropy in entropies or []]
@@ -159,12 +177,19 @@ def entropy_detached(*args: Any) -> Any:
         (kinds.MEAN, one_row_more, "C7"),
         (kinds.MEAN, no_gradient, "C4"),
         (kinds.SHARDS, slope_twice, "C8"),
+        (kinds.MEAN, refuses, "C1"),
         (kinds.ROWS, refuses, "C1 input"),
         (kinds.ROWS, late_error, "input"),
         (kinds.FROM_LOGITS, entropy_detached, "C7"),
         (kinds.FROM_LOGITS, lambda *args: [part[:-1] for part in graded.all_at_once(*args)], "C1"),
         (kinds.FROM_LOGITS, lambda *args: [part[::-1] for part in graded.all_at_once(*args)], "C7"),
         (kinds.FROM_LOGITS, lambda x, *rest: graded.all_at_once(x.detach().requires_grad_(), *rest), "C4"),
+        (kinds.FROM_LOGITS, lambda x, *rest: graded.all_at_once(x.detach(), *rest), "C4"),
+        (kinds.FROM_LOGITS, lambda *a: [list(map(scaled, part)) for part in graded.all_at_once(*a)], "C7"),
+        (kinds.SHARDS, lambda *args: list(map(scaled, graded.unpadded(*args))), "C7"),
+        (kinds.SHARDS, no_maximum, "C7"),
+        (kinds.ROWS, lambda a, b: [torch.tensor(rows) for rows in graded.right_rows(a, b)], ""),
+        (kinds.ROWS, lambda a, b: 3, "C1"),
     ],
 )
 def test_wrong_answers_of_each_kind(kind: Any, wrong: Any, clauses: str) -> None:

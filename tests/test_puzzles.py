@@ -1,6 +1,7 @@
 """The puzzles: every solution is right, every known mistake is rejected by name, and an empty stub is not wrong yet."""
 
 import math
+import sys
 from typing import Any
 
 import numpy
@@ -9,6 +10,7 @@ import torch
 
 import puzzles
 import solutions
+from refimpl import candidate
 
 
 def named(name: str, fn: Any) -> Any:
@@ -71,6 +73,55 @@ def test_answers_of_other_types_and_near_misses(name: str, answer: Any, said: st
     verdict = puzzles.verdict(named(name, answer))
     assert verdict.startswith("wrong: ")
     assert said in verdict
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def itself() -> list[Any]:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda *_: 10**5000,
+        lambda *_: [10**400, 0.0, 0.0],
+        lambda *_: Unprintable(),
+        lambda *_: itself(),
+        lambda *_: sys.exit(),
+        lambda *_: {},
+        lambda *_: (i for i in ()),
+        lambda *_: numpy.zeros(3),
+    ],
+)
+@pytest.mark.parametrize("name", puzzles.PUZZLES)
+def test_an_odd_answer_is_wrong_and_no_crash(name: str, answer: Any) -> None:
+    verdict = puzzles.verdict(named(name, answer))
+    assert verdict.startswith("wrong: ")
+    assert len(verdict) < 3000
+    puzzles.show(named(name, answer))
+
+
+def test_the_buffer_of_puzzle_8_cannot_be_spoilt() -> None:
+    assert puzzles.verdict(named("nothing", lambda x: x.detach_()[:0])).startswith("wrong: ")
+    assert puzzles.verdict(solutions.nothing).startswith("right")
+
+
+def test_other_numbers_are_numbers() -> None:
+    def entropy(m: float, s: float, w: float) -> Any:
+        return numpy.log(s) - w / s
+
+    assert puzzles.verdict(entropy).startswith("right")
+
+
+def test_a_tuple_is_a_list() -> None:
+    verdict = puzzles.verdict(named("positions", lambda lengths: tuple(range(sum(lengths)))))
+    assert "first at entry 2: rank 0, sample B, position 0" in verdict.splitlines()
 
 
 def test_an_answer_that_empties_its_arguments() -> None:
@@ -136,7 +187,9 @@ def test_a_wrong_answer_is_told_where(name: str, answer: Any, where: str) -> Non
     assert f"first at {where}" in verdict.splitlines(), verdict
 
 
-def test_an_endless_loop() -> None:
+def test_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate, "LIMIT", 0.2)  # the text keeps the 2 s
+
     def endless(*_: Any) -> None:
         while True:
             pass
