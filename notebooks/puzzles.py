@@ -39,12 +39,10 @@ def show(answer: Answer) -> Drawing:
     """The answer beside the target, and the verdict over all cases below."""
     puzzle = PUZZLES[answer.__name__]
     drawn = [[text for args in puzzle.shown for text in _entries(_try(fn, args))] for fn in (puzzle.right, answer)]
-    drawing = beside(
-        drawn[0],
-        drawn[1],
-        f"{answer.__name__}({', '.join(map(_text, puzzle.shown[0]))})" + " ..." * (len(puzzle.shown) > 1),
-    )
-    return Drawing(drawing.figure, f"{drawing.text}\n{verdict(answer)}")
+    whole = f"{answer.__name__}({', '.join(map(_text, puzzle.shown[0]))})" + " ..." * (len(puzzle.shown) > 1)
+    title = whole if len(whole) < 80 else f"{whole[:70]} ..."  # as much as the picture has room for
+    drawing = beside(drawn[0], drawn[1], title)
+    return Drawing(drawing.figure, f"{drawing.text.replace(title, whole, 1)}\n{verdict(answer)}")
 
 
 def verdict(answer: Answer) -> str:
