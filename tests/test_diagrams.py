@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+import rl
 from refimpl import diagrams
 from refimpl.diagrams import Drawing, pieces, show_error, strips
 from refimpl.layout import Batch, Layout
@@ -35,7 +36,7 @@ def test_bars_and_curves_by_hand() -> None:
     ]
     (axes,) = picture.figure.axes
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 2), (2, 1), (3, 1), (0, 2)]  # type: ignore[attr-defined]
-    picture = diagrams.curves({"reward": {"ours": [0.0, 1, 2, 3, 4, 5], "theirs": [1.0] * 6}})
+    picture = rl.curves({"reward": {"ours": [0.0, 1, 2, 3, 4, 5], "theirs": [1.0] * 6}})
     assert str(picture).splitlines() == [
         "reward     ours       first five steps   2.00   last five   3.00",
         "reward     theirs     first five steps   1.00   last five   1.00",
