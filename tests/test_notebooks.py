@@ -194,7 +194,9 @@ def test_restart_and_run_all_from_a_read_only_checkout(tmp_path: Path) -> None:
     home.mkdir()
     folders = [checkout, *(path for path in checkout.rglob("*") if path.is_dir())]
     environment = {
-        name: text for name, text in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON", "XDG"))
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("COVERAGE", "IPYTHON", "JUPYTER", "XDG"))
     }
     environment |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONPATH": str(checkout)}
     try:
