@@ -15,6 +15,12 @@ from refimpl.cases import by_convention, differ, exact, held_rows, layouts
 from refimpl.layout import Batch, Layout
 from refimpl.ranks import Rank
 
+
+def weights(rows: int) -> tuple[Tensor, Tensor]:
+    """Incoming gradients of log-prob and entropy, another one for each row."""
+    return 1.0 + torch.arange(rows), 3.0 - torch.arange(rows)
+
+
 # ---------------------------------------------------------------- which rows of a packed batch
 
 
@@ -79,7 +85,7 @@ def run_from_logits(fn: Candidate, layout: Layout, rank: int) -> tuple[Tensor, l
     flat = torch.stack([torch.cat(list(log_probs)), torch.cat(list(entropies))])
     if not flat.requires_grad:
         return logits, log_probs, entropies, 0
-    loss = (flat * torch.stack([1.0 + torch.arange(flat.shape[1]), 3.0 - torch.arange(flat.shape[1])])).sum()
+    loss = (flat * torch.stack(weights(flat.shape[1]))).sum()
     return logits, log_probs, entropies, arrivals(loss, logits.numel())
 
 
@@ -87,13 +93,16 @@ def judge_from_logits(fn: Candidate, layout: Layout, rank: int) -> Iterator[Find
     """Values and gradient against fp64; and gradients of ``[T, V]`` no more for many samples than for one."""
     logits, log_probs, entropies, many = run_from_logits(fn, layout, rank)
     held, goals, upon = held_rows(layout, rank), torch.zeros(layout.rows).long(), torch.zeros(2, layout.rows)
-    for n, (i, p, row) in enumerate((i, p, row) for i, pairs in enumerate(held) for p, row in pairs):
-        goals[row], upon[:, row] = (p + 1) * (i + 2) % 5, torch.tensor([1.0 + n, 3.0 - n])
+    for i, pairs in enumerate(held):
+        for p, row in pairs:
+            goals[row] = (p + 1) * (i + 2) % 5
+    rows = [row for pairs in held for _, row in pairs]
+    upon[:, rows] = torch.stack(weights(len(rows)))
     log_prob, entropy, slope = exact(logits, goals, (upon[0], upon[1]))
     for i, pairs in enumerate(held):
-        rows = [row for _, row in pairs]
-        yield from differ(f"log-probs of sample {i}", log_probs[i], log_prob[rows])
-        yield from differ(f"entropies of sample {i}", entropies[i], entropy[rows])
+        own = [row for _, row in pairs]
+        yield from differ(f"log-probs of sample {i}", log_probs[i], log_prob[own])
+        yield from differ(f"entropies of sample {i}", entropies[i], entropy[own])
     if logits.grad is None:
         yield Finding("C4", "", "a gradient at the logits", "None")
     else:
@@ -155,11 +164,6 @@ MEAN = Kind(
 )
 
 Shards = tuple[list[list[float]], list[int], list[int], int]  # logits, targets, where they are cut, size of vocabulary
-
-
-def weights(rows: int) -> tuple[Tensor, Tensor]:
-    """Incoming gradients of log-prob and entropy, another one for each row."""
-    return 1.0 + torch.arange(rows), 3.0 - torch.arange(rows)
 
 
 def run_shards(me: Rank, fn: Candidate, given: Shards) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from refimpl.candidate import LIMIT, Broken, Late, call, limited
-from refimpl.diagrams import Drawing, beside, strips
+from refimpl.diagrams import COLOURS, LANE, Drawing, canvas, draw_box, strips
 from refimpl.entropy import Triple
 from refimpl.layout import Batch, Layout
 
@@ -33,6 +33,21 @@ class Puzzle:
     mistakes: dict[str, Answer] = field(default_factory=dict)
     strip: Callable[..., Any] | None = None  # the strip of an input
     where: Callable[..., str] = lambda entry, *args: ""  # rank and sample of an entry of the answer
+
+
+def beside(want: Sequence[str], got: Sequence[str], title: str) -> Drawing:
+    """A target and an answer to it, entry below entry; what differs is framed in the answer."""
+    width = max(2, *(-(-len(text) // 3) for text in (*want, *got)))  # wide enough for the longest entry
+    figure, axes = canvas(0, width * max(len(want), len(got), 1), title)
+    figure.set_figheight(1.7)
+    axes.set_ylim(3.2, -1.2)
+    for lane, (name, entries) in enumerate({"target": want, "yours": got}.items()):
+        axes.text(-0.3, lane * LANE + 0.5, name, ha="right", va="center", fontsize=8)
+        for x, text in enumerate(entries):
+            wrong = lane == 1 and (x >= len(want) or text != want[x])
+            draw_box(axes, width * x, lane, width, text, "white" if wrong else COLOURS[0], False, wrong)
+    lines = [f"{name} {' '.join(entries)}".rstrip() for name, entries in (("target:", want), ("yours: ", got))]
+    return Drawing(figure, "\n".join([title, *lines]))
 
 
 def show(answer: Answer) -> Drawing:

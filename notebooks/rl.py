@@ -1,15 +1,15 @@
 """A small RL step, end to end on real ranks: sample, reward, advantages, policy loss, backward, reduction, Adam."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from refimpl.collectives import all_reduce
+from refimpl.collectives import all_gather, all_reduce
 from refimpl.diagrams import COLOURS, Drawing
 from refimpl.layout import Batch, Layout
 from refimpl.loss import group_advantages, policy_loss, token_weights, weighted_sum
@@ -125,11 +125,43 @@ def train(
     return [rl_step(model, optimiser, task, step, layout_of, me, **options) for step in range(steps)]
 
 
+def loss_and_gradients(
+    me: Rank, layout: Layout, dtype: torch.dtype = torch.float64, **extraction: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """One policy loss on fixed tokens: the whole loss, and each parameter's whole gradient, the same on every rank.
+
+    Token p of sample i is 3i + 5p + p^2 modulo the vocabulary, its advantage 1, -1, 2, -2, ... sample by sample, the
+    old log-prob log 1/8, the entropy coefficient 0.05.
+    """
+    model = build(me, dtype)
+    places = map(torch.arange, layout.batch.total_lengths)
+    tokens = [(3 * i + 5 * p + p * p) % VOCAB for i, p in enumerate(places)]
+    new, entropies = log_probs_and_entropies(model, tokens, layout, me, **extraction)
+    after = layout.as_zigzag() if extraction.get("redistribute") else layout
+    masks = [torch.ones(r, device=me.device) for r in layout.batch.response_lengths]
+    weights = token_weights(masks, after, me.cp_rank, per="sample", dtype=dtype)
+    old = [torch.full_like(piece, -math.log(VOCAB)) for piece in new]
+    advantages = [(1.0 + i // 2) * (-1) ** i for i in range(len(tokens))]
+    share = policy_loss(new, old, advantages, weights, entropies=entropies, entropy_coefficient=0.05)
+    share.backward()  # type: ignore[no-untyped-call]
+    reduce_gradients(model, me)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        whole, split = parameter.grad, getattr(parameter, "partition_dim", -1)
+        if me.tp_size > 1 and split >= 0:
+            parts = all_gather(whole.transpose(0, split), me.tp_group, loss="replicated")
+            whole = parts.transpose(0, split)
+        gradients[name] = whole.cpu()
+    return all_reduce(share.detach(), me.cp_group, loss="replicated").item(), gradients
+
+
 def curves(panels: dict[str, dict[str, Sequence[float]]]) -> Drawing:
     """Values step by step, a panel for each key of ``panels`` and a line for each name in it; later lines are dashed.
 
     The text twin gives each line's mean over its first and its last five steps.
     """
+    from matplotlib.figure import Figure  # here, since ranks import this file too
+
     figure, lines = Figure((4.2 * len(panels), 2.6)), []
     for number, (title, named) in enumerate(panels.items()):
         axes = figure.add_axes(((number + 0.11) / len(panels), 0.17, 0.83 / len(panels), 0.71))

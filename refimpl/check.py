@@ -42,17 +42,19 @@ TIMEOUT = 5.0  # seconds for one case on real ranks
 
 
 def judge_trained(got: history.Trained, given: tuple[Layout, float], rank: int) -> Iterator[Finding]:
-    """C1, C4 and C7 of ``history.train``: values are positions, gradients 1 and the coefficient on scoring rows."""
+    """C1, C4 and C7 of ``_trained``: values are positions, gradients of scoring rows these + 1 times a factor."""
     layout, coefficient = given
-    scored = {row for pairs in held_rows(layout, rank) for _, row in pairs}
-    for name, pieces, sign in (("log-probs", got.pieces[0], -1.0), ("entropies", got.pieces[1], 1.0)):
+    positions = torch.zeros(layout.rows).double()  # of scoring rows, plus 1
+    for position, row in (pair for pairs in held_rows(layout, rank) for pair in pairs):
+        positions[row] = position + 1
+    for name, pieces, sign in (("log-probs", got.log_probs, -1.0), ("entropies", got.entropies, 1.0)):
         if len(pieces) != len(layout.batch):
             yield Finding("C1", name, f"a tensor for each of {len(layout.batch)} samples", f"{len(pieces)} tensors")
             continue
         for i, (piece, pairs) in enumerate(zip(pieces, held_rows(layout.as_zigzag(), rank), strict=True)):
             yield from differ(f"{name} of sample {i}", piece, sign * torch.tensor([p for p, _ in pairs]).double())
     for name, gradient, factor in (("log-prob", got.of_log_prob, 1.0), ("entropy", got.of_entropy, coefficient)):
-        want = torch.tensor([factor * (row in scored) for row in range(layout.rows)]).double()
+        want = factor * positions
         if gradient is None and factor:
             yield Finding("C4", f"{name} gradient", str(want.tolist()), "None")
         elif gradient is not None:
@@ -60,11 +62,11 @@ def judge_trained(got: history.Trained, given: tuple[Layout, float], rank: int) 
 
 
 def _trained(me: ranks.Rank, step: history.Step, given: tuple[Layout, float]) -> history.Trained:
-    return history.train(me, step, *given)
+    return history.train(me, step, *given, weigh=lambda value: value.abs() + 1)
 
 
 def _redistributed(me: ranks.Rank, fn: Candidate, given: tuple[Layout, float]) -> history.Trained:
-    return history.train(me, history.Step(slicing.extract, fn, history.if_weighted), *given)
+    return _trained(me, history.Step(slicing.extract, fn, history.if_weighted), given)
 
 
 def _steps() -> dict[str, Any]:

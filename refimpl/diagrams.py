@@ -7,16 +7,16 @@ position, hatching marks the prompt, a thick frame a predicting row with the tok
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refimpl.layout import Layout
 from refimpl.recorder import Record, first_difference, table, window
+
+if TYPE_CHECKING:  # else where something is drawn: the import takes 0.3 s, and ranks never draw
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7")  # Okabe and Ito's, apart for colour-blind readers too
 GREY, RED, LANE = "#666666", "#C0392B", 1.5
@@ -45,7 +45,7 @@ class Box(NamedTuple):
 class Drawing:
     """A picture and its text twin. As the last line of a notebook cell it shows the one above the other."""
 
-    figure: Figure
+    figure: "Figure"
     text: str
 
     def __str__(self) -> str:
@@ -53,8 +53,10 @@ class Drawing:
 
     def bytes(self, kind: str) -> bytes:
         """The picture as ``"png"`` or ``"svg"`` on opaque white; the same drawing gives the same bytes."""
+        from matplotlib import rc_context
+
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE):
+        with rc_context(STYLE):
             options = {"metadata": {"Date": None}} if kind == "svg" else {"pil_kwargs": {"optimize": True}}
             self.figure.savefig(buffer, format=kind, dpi=120, facecolor="white", **options)
         return buffer.getvalue()
@@ -84,17 +86,17 @@ def strips(layout: Layout) -> Drawing:
     wide = max((len(str(box)) for lane in lanes for box in lane if box), default=0)
     texts = ["".join(str(box or " . ").ljust(wide) for box in lane).rstrip() for lane in lanes]
     lines = [str(layout), *(f"rank {rank} |{text}" for rank, text in enumerate(texts)), TEXT_KEY]
-    figure, axes = _canvas(len(lanes), layout.rows, str(layout))
+    figure, axes = canvas(len(lanes), layout.rows, str(layout))
     for row in range(layout.rows):
         axes.text(row + 0.5, -0.1, str(row), ha="center", va="bottom", fontsize=6.5, color=GREY)
     axes.text(-0.3, -0.1, "row", ha="right", va="bottom", fontsize=6.5, color=GREY)
     for rank, lane in enumerate(lanes):
         for row, box in enumerate(lane):
             if box is None:
-                _box(axes, row, rank, 1, "", "white", False, False)
+                draw_box(axes, row, rank, 1, "", "white", False, False)
                 continue
             letter, colour = _letter(box.sample), COLOURS[box.sample % len(COLOURS)]
-            _box(axes, row, rank, 1, f"{letter}{box.position}", colour, box.prompt, box.predicting)
+            draw_box(axes, row, rank, 1, f"{letter}{box.position}", colour, box.prompt, box.predicting)
             if box.predicting:
                 target = f"→{letter}{box.position + 1}"
                 axes.text(row + 0.5, rank * LANE + 1.06, target, ha="center", va="top", fontsize=6.5, color=GREY)
@@ -111,7 +113,7 @@ def describe(piece: Tensor | None) -> str:
 
 def pieces(lists: Sequence[Sequence[Tensor | None]], title: str) -> Drawing:
     """The list that each rank holds, one entry per sample; ``None`` and pieces outside the graph stand out."""
-    figure, axes = _canvas(len(lists), 3 * max((len(entries) for entries in lists), default=1), title)
+    figure, axes = canvas(len(lists), 3 * max((len(entries) for entries in lists), default=1), title)
     lines = [title]
     for rank, entries in enumerate(lists):
         texts = [f"{_letter(sample)}: {describe(piece)}" for sample, piece in enumerate(entries)] or ["(an empty list)"]
@@ -119,7 +121,7 @@ def pieces(lists: Sequence[Sequence[Tensor | None]], title: str) -> Drawing:
         for sample, text in enumerate(texts):
             piece = entries[sample] if entries else None
             face = "#D55E00" if piece is None else "#56B4E9" if piece.requires_grad else "#DDDDDD"
-            _box(axes, 3 * sample, rank, 3, text, face, piece is None, False)
+            draw_box(axes, 3 * sample, rank, 3, text, face, piece is None, False)
     key = "blue: a tensor in the graph   grey: a tensor outside the graph   red, hatched: not a tensor"
     axes.text(0, len(lists) * LANE + 0.1, key, fontsize=6.5, va="top", color=GREY)
     return Drawing(figure, "\n".join(lines))
@@ -127,7 +129,7 @@ def pieces(lists: Sequence[Sequence[Tensor | None]], title: str) -> Drawing:
 
 def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> Drawing:
     """Stacked bars to scale, one row each: what is held at the same time, in ``unit``."""
-    figure = Figure((8.4, 0.5 * len(rows) + 1.0))
+    figure = _figure(8.4, 0.5 * len(rows) + 1.0)
     axes = figure.add_axes((0.34, 0.16, 0.62, 0.7))
     widest = max(sum(parts) for _, parts in rows)
     lines = [f"{title}, in {unit}"]
@@ -146,28 +148,13 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], title: str, unit: str) -> 
     return Drawing(figure, "\n".join(lines))
 
 
-def beside(want: Sequence[str], got: Sequence[str], title: str) -> Drawing:
-    """A target and an answer to it, entry below entry; what differs is framed in the answer."""
-    box = max(2, *(-(-len(text) // 3) for text in (*want, *got)))  # wide enough for the longest entry
-    figure, axes = _canvas(0, box * max(len(want), len(got), 1), title)
-    figure.set_figheight(1.7)
-    axes.set_ylim(3.2, -1.2)
-    for lane, (name, entries) in enumerate({"target": want, "yours": got}.items()):
-        axes.text(-0.3, lane * LANE + 0.5, name, ha="right", va="center", fontsize=8)
-        for x, text in enumerate(entries):
-            wrong = lane == 1 and (x >= len(want) or text != want[x])
-            _box(axes, box * x, lane, box, text, "white" if wrong else COLOURS[0], False, wrong)
-    lines = [f"{name} {' '.join(entries)}".rstrip() for name, entries in (("target:", want), ("yours: ", got))]
-    return Drawing(figure, "\n".join([title, *lines]))
-
-
 def timeline(records: Sequence[Record], title: str) -> Drawing:
     """What each rank issued, in order: a lane per rank, a box per collective, those missing or at odds marked.
 
     The n-th boxes of the ranks stand below each other. With a single group these are the ones that meet.
     """
     shown, difference = window(records), first_difference(records)
-    figure, axes = _canvas(len(records), 5 * len(shown) + 8, title)
+    figure, axes = canvas(len(records), 5 * len(shown) + 8, title)
     for rank, record in enumerate(records):
         odd, end = difference.steps.get(rank, -1) if difference else -1, len(record.calls)
         for x, step in enumerate(shown):
@@ -175,13 +162,13 @@ def timeline(records: Sequence[Record], title: str) -> Drawing:
             if step < end:
                 backward, call = record.calls[step].phase == "backward", record.calls[step]
                 text = f"{call.operation}\n{call.label}".strip()
-                _box(axes, 5 * x, rank, 5, text, COLOURS[backward], backward, False)
+                draw_box(axes, 5 * x, rank, 5, text, COLOURS[backward], backward, False)
             elif odd >= 0:
                 axes.text(5 * x + 2.5, rank * LANE + 0.5, "missing", ha="center", va="center", fontsize=7, color=RED)
-                axes.add_patch(Rectangle(corner, 4.88, 0.92, fill=False, ec=RED, lw=1.2, ls="--"))
+                _rectangle(axes, corner, (4.88, 0.92), fill=False, ec=RED, lw=1.2, ls="--")
             if step == odd:
                 line = "-" if step < end else "--"
-                axes.add_patch(Rectangle(corner, 4.88, 0.92, fill=False, ec=RED, lw=2.6, ls=line))
+                _rectangle(axes, corner, (4.88, 0.92), fill=False, ec=RED, lw=2.6, ls=line)
         word = record.end.removeprefix("raised: ").partition(":")[0]
         waits = record.calls and record.end.startswith(f"unfinished: in {record.calls[-1].operation}")
         style = {"va": "center", "fontsize": 7, "color": GREY if word in ("returned", "goes on") else RED}
@@ -206,11 +193,23 @@ def _letter(sample: int) -> str:
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[sample % 26] + "'" * (sample // 26)
 
 
-def _canvas(lanes: int, columns: int, title: str) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure((width, height))
+
+
+def _rectangle(axes: "Axes", corner: tuple[float, float], size: tuple[float, float], **style: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(corner, *size, **style))
+
+
+def canvas(lanes: int, columns: int, title: str) -> "tuple[Figure, Axes]":
     """Axes whose unit is one box, with room for the rank names on the left and the key below."""
     unit = min(0.42, 8.4 / (columns + 2.2))
     width, left = max(columns + 2.2, 7.6 / unit), max(1.8, 0.6 / unit)
-    figure = Figure((width * unit, (lanes * LANE + 1.7) * 0.42))
+    figure = _figure(width * unit, (lanes * LANE + 1.7) * 0.42)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-left, width - left), ylim=(lanes * LANE + 0.5, -1.2))
     axes.axis("off")
     axes.text(0, -0.65, title, fontsize=9, va="bottom", weight="bold")
@@ -219,9 +218,10 @@ def _canvas(lanes: int, columns: int, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _box(axes: Axes, x: float, lane: int, width: int, text: str, face: str, hatch: bool, frame: bool) -> None:
+def draw_box(axes: "Axes", x: float, lane: int, width: int, text: str, face: str, hatch: bool, frame: bool) -> None:
+    """A box of ``width`` units with its text; a hatched one's text stands on white."""
     corner, size = (x + 0.06, lane * LANE + 0.04), (width - 0.12, 0.92)
-    axes.add_patch(Rectangle(corner, *size, fc=face, ec="#444444", lw=0, hatch="////" if hatch else ""))
-    axes.add_patch(Rectangle(corner, *size, fill=False, ec="black" if frame else "#777777", lw=2.2 if frame else 0.6))
+    _rectangle(axes, corner, size, fc=face, ec="#444444", lw=0, hatch="////" if hatch else "")
+    _rectangle(axes, corner, size, fill=False, ec="black" if frame else "#777777", lw=2.2 if frame else 0.6)
     back = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85} if hatch else None
     axes.text(x + width / 2, lane * LANE + 0.5, text, ha="center", va="center", fontsize=7, bbox=back if text else None)

@@ -20,6 +20,7 @@ from refimpl.layout import Layout
 from refimpl.ranks import Rank
 from refimpl.recorder import label
 
+NAMES = "log-prob", "entropy"  # of the collectives
 Keys = Sequence[Sequence[Tensor | None]]  # for log-prob and, if asked for, entropy: a piece of each sample
 
 
@@ -78,12 +79,10 @@ def extract_after_1846(
 def redistribute_1788(keys: Keys, layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> Keys:
     """#1788: reads the dtype of every entry, so that any ``None`` ends the rank that has it."""
     moved = []
-    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
-        whole = []
-        for i, piece in enumerate(pieces):
-            filler = torch.zeros(0, dtype=piece.dtype, requires_grad=True)  # type: ignore[union-attr]
-            whole.append(_padded(piece if len(piece) else filler, i, layout, cp_rank))  # type: ignore[arg-type]
-        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+    for pieces, name in zip(keys, NAMES, strict=False):
+        fillers = [torch.zeros(0, dtype=p.dtype, requires_grad=True) for p in pieces]  # type: ignore[union-attr]
+        filled = [p if p is not None and len(p) else filler for p, filler in zip(pieces, fillers, strict=True)]
+        moved.append(sum_and_cut(filled, layout, cp_rank, group, name))
     return moved
 
 
@@ -94,47 +93,40 @@ def redistribute_1822(keys: Keys, layout: Layout, cp_rank: int, group: dist.Proc
     what it lacks is filled with zeros that ask for a gradient, whether the values do or not.
     """
     moved: list[Sequence[Tensor | None]] = []
-    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
+    for pieces, name in zip(keys, NAMES, strict=False):
         present = [piece for piece in pieces if piece is not None]
         if not present:
             moved.append(pieces)
             continue
         filler = torch.zeros(0, dtype=present[0].dtype, device=present[0].device, requires_grad=True)
-        whole = [_padded(p if p is not None and len(p) else filler, i, layout, cp_rank) for i, p in enumerate(pieces)]
-        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+        filled = [piece if piece is not None and len(piece) else filler for piece in pieces]
+        moved.append(sum_and_cut(filled, layout, cp_rank, group, name))
     return moved
 
 
 def redistribute_2123(keys: Keys, layout: Layout, cp_rank: int, group: dist.ProcessGroup) -> Keys:
     """#2123: the zeros ask for a gradient exactly if the values do. Still one all-reduce for each key."""
     moved = []
-    for pieces, name in zip(keys, ("log-prob", "entropy"), strict=False):
+    for pieces, name in zip(keys, NAMES, strict=False):
         own = [piece for piece in pieces if piece is not None]
         filler = torch.zeros_like(own[0][:0]).requires_grad_(own[0].requires_grad)
-        whole = [_padded(p if len(p) else filler, i, layout, cp_rank) for i, p in enumerate(own)]
-        moved.append(sum_and_cut(whole, layout, cp_rank, group, name))
+        moved.append(sum_and_cut([p if len(p) else filler for p in own], layout, cp_rank, group, name))
     return moved
 
 
-def _padded(piece: Tensor, sample: int, layout: Layout, cp_rank: int) -> Tensor:
-    """The whole response, ``[R]``, with zeros for what this rank does not hold."""
-    (span,) = layout.response_spans(cp_rank)[sample]
-    before = span.position - layout.batch.first_predicting(sample)
-    return pad(piece, (before, layout.batch.response_lengths[sample] - before - len(piece)))
-
-
 def sum_and_cut(
-    whole: Sequence[Tensor], layout: Layout, cp_rank: int, group: dist.ProcessGroup, name: str
+    pieces: Sequence[Tensor], layout: Layout, cp_rank: int, group: dist.ProcessGroup, name: str
 ) -> list[Tensor]:
-    """Sum whole responses over the ranks in one all-reduce, and cut out this rank's zigzag pieces."""
+    """Pad the pieces to whole responses, sum these over the ranks in one all-reduce, cut out the zigzag pieces."""
+    lengths = list(layout.batch.response_lengths)
+    firsts = [layout.batch.first_predicting(sample) for sample in range(len(lengths))]
+    whole = []
+    for piece, (span,), first, length in zip(pieces, layout.response_spans(cp_rank), firsts, lengths, strict=True):
+        whole.append(pad(piece, (span.position - first, length - (span.position - first) - len(piece))))
     with label(name):
-        summed = all_reduce(torch.cat(list(whole)), group, loss="own slice")
-    responses = torch.split(summed, list(layout.batch.response_lengths))
-    firsts = map(layout.batch.first_predicting, range(len(responses)))
-    return [
-        torch.cat([values.narrow(0, span.position - first, span.length) for span in spans])
-        for values, spans, first in zip(responses, layout.as_zigzag().response_spans(cp_rank), firsts, strict=True)
-    ]
+        summed = all_reduce(torch.cat(whole), group, loss="own slice")
+    cut = zip(torch.split(summed, lengths), layout.as_zigzag().response_spans(cp_rank), firsts, strict=True)
+    return [torch.cat([values.narrow(0, s.position - first, s.length) for s in spans]) for values, spans, first in cut]
 
 
 def redistribute_now(
@@ -187,26 +179,34 @@ LINE = {
 
 
 class Trained(NamedTuple):
-    """What one rank has after ``train``: the entropies that it owns, what backward left of its buffers; all pieces."""
+    """What one rank has after ``train``: the pieces that it owns, and what backward left of its buffers."""
 
-    entropies: Tensor
+    log_probs: list[Tensor]
+    entropies: list[Tensor]
     of_log_prob: Tensor | None
     of_entropy: Tensor | None
-    pieces: list[list[Tensor]]
 
 
-def train(me: Rank, step: Step, layout: Layout, coefficient: float = 1.0, keep_graph: bool = False) -> Trained:
+def train(
+    me: Rank,
+    step: Step,
+    layout: Layout,
+    coefficient: float = 1.0,
+    keep_graph: bool = False,
+    weigh: Callable[[Tensor], Tensor] = torch.ones_like,
+) -> Trained:
     """One micro-batch on one rank: buffers, pieces, redistribution, the loss and ``backward``.
 
     The loss is the sum of the log-probs plus ``coefficient`` times the sum of the entropies that this rank owns under
-    zigzag. So a row's gradients are 1 and ``coefficient`` if it scores a response token, else 0; ``None`` is what
-    backward never reached. ``keep_graph`` adds 0 times the sum of the buffer, as slime does.
+    zigzag, each value times ``weigh`` of it. So without weights a row's gradients are 1 and ``coefficient`` if it
+    scores a response token, else 0; ``None`` is what backward never reached. ``keep_graph`` adds 0 times the sum of the
+    buffer, as slime does.
     """
     log_prob, entropy = step.buffers(layout, me.cp_rank, me.device, entropy_grad=step.entropy_grad(coefficient))
     keys = step.extract(log_prob, entropy, layout, me.cp_rank)
-    pieces = step.redistribute(keys, layout, me.cp_rank, me.cp_group)
-    log_probs, entropies = map(torch.cat, pieces)
-    loss = log_probs.sum() + coefficient * entropies.sum() + (0 * log_prob.sum() if keep_graph else 0)
+    log_probs, entropies = step.redistribute(keys, layout, me.cp_rank, me.cp_group)
+    of_log_probs, of_entropies = ((weigh(key.detach()) * key).sum() for key in map(torch.cat, (log_probs, entropies)))
+    loss = of_log_probs + coefficient * of_entropies + (0 * log_prob.sum() if keep_graph else 0)
     loss.backward()  # type: ignore[no-untyped-call]
-    own = [[piece.detach() for piece in key] for key in pieces]
-    return Trained(entropies.detach(), log_prob.grad, entropy.grad, own)
+    owned = [piece.detach() for piece in log_probs], [piece.detach() for piece in entropies]
+    return Trained(*owned, log_prob.grad, entropy.grad)

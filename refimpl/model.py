@@ -4,7 +4,6 @@ megatron-core's own layers do tensor parallelism; its core attention refuses CP 
 layer spec names ours.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from refimpl._megatron import GPTModel, TransformerConfig, get_gpt_layer_local_s
 from refimpl.collectives import all_gather, all_reduce
 from refimpl.entropy import log_prob_and_entropy
 from refimpl.layout import Layout
-from refimpl.loss import policy_loss, token_weights
 from refimpl.ranks import Rank
 from refimpl.recorder import label
 
@@ -119,33 +117,3 @@ def reduce_gradients(model: Any, me: Rank) -> None:
         bucket = all_reduce(torch.cat([g.flatten() for g in gradients]), me.cp_group, loss="replicated")
         for gradient, part in zip(gradients, torch.split(bucket, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def loss_and_gradients(
-    me: Rank, layout: Layout, dtype: torch.dtype = torch.float64, **extraction: Any
-) -> tuple[float, dict[str, Tensor]]:
-    """One policy loss on fixed tokens: the whole loss, and each parameter's whole gradient, the same on every rank.
-
-    Token p of sample i is 3i + 5p + p^2 modulo the vocabulary, its advantage 1, -1, 2, -2, ... sample by sample, the
-    old log-prob log 1/8, the entropy coefficient 0.05.
-    """
-    model = build(me, dtype)
-    places = map(torch.arange, layout.batch.total_lengths)
-    tokens = [(3 * i + 5 * p + p * p) % VOCAB for i, p in enumerate(places)]
-    new, entropies = log_probs_and_entropies(model, tokens, layout, me, **extraction)
-    after = layout.as_zigzag() if extraction.get("redistribute") else layout
-    masks = [torch.ones(r, device=me.device) for r in layout.batch.response_lengths]
-    weights = token_weights(masks, after, me.cp_rank, per="sample", dtype=dtype)
-    old = [torch.full_like(piece, -math.log(VOCAB)) for piece in new]
-    advantages = [(1.0 + i // 2) * (-1) ** i for i in range(len(tokens))]
-    share = policy_loss(new, old, advantages, weights, entropies=entropies, entropy_coefficient=0.05)
-    share.backward()  # type: ignore[no-untyped-call]
-    reduce_gradients(model, me)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        whole, split = parameter.grad, getattr(parameter, "partition_dim", -1)
-        if me.tp_size > 1 and split >= 0:
-            parts = all_gather(whole.transpose(0, split), me.tp_group, loss="replicated")
-            whole = parts.transpose(0, split)
-        gradients[name] = whole.cpu()
-    return all_reduce(share.detach(), me.cp_group, loss="replicated").item(), gradients

@@ -34,6 +34,7 @@ from refimpl._rank import Rank as Rank
 
 Function = Callable[..., Any]  # called with a Rank, and what else is passed on
 HIDDEN = ("recorder.py", "collectives.py")  # whose frames tell nobody where a rank is
+POLL = 0.1  # seconds without news, after which the parent looks whether some wait in vain
 GRACE = 0.5  # seconds that the other ranks get, once one has failed, to report their own end
 START_METHOD = "forkserver"  # "spawn" works too, but every rank then imports torch and megatron-core anew
 
@@ -146,7 +147,8 @@ def run(fn: Function, *args: Any, tp: int = 1, cp: int = 1, timeout: float = 60.
 
     Raises:
         RankError: a rank raised, died, or had not finished by the deadline. It comes ``GRACE`` seconds after the first
-            failure, or at the deadline. Either way no process is left.
+            failure, sooner if all others wait in vain: in a collective of which a member has ended without issuing it.
+            That is a failure, too. No process is left.
         ValueError: a size or the timeout is not positive.
     """
     outcomes = observe(fn, *args, tp=tp, cp=cp, timeout=timeout, check=check)
@@ -177,7 +179,7 @@ def observe(
                 children.append(_Child(rank, process, ours))
                 process.start()
                 theirs.close()
-            _listen(children, timeout)
+            _listen(children, timeout, Path(folder))
             if all(child.status == "returned" for child in children):
                 for child in children:
                     with contextlib.suppress(OSError):
@@ -198,17 +200,36 @@ def observe(
     return outcomes
 
 
-def _listen(children: list[_Child], timeout: float) -> None:
-    """Wait for every rank's report, until the deadline or shortly after the first failure."""
+def _listen(children: list[_Child], timeout: float, folder: Path) -> None:
+    """Wait for every rank's report: until the deadline, ``GRACE`` after a failure, or until all wait in vain."""
     deadline, grace = time.monotonic() + _rank.STARTUP, math.inf
     started = False
-    while any(c.status == "unfinished" for c in children) and (left := min(deadline, grace) - time.monotonic()) > 0:
-        pipes = [c.pipe for c in children if c.status == "unfinished"]
-        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], min(left, 3600))
+    while (left := {c.rank for c in children if c.status == "unfinished"}) and time.monotonic() < min(deadline, grace):
+        pipes = [c.pipe for c in children if c.rank in left]
+        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], POLL)
         for child in children:
             if child.pipe in ready or child.process.sentinel in ready:
                 child.hear()
-                if child.status in ("raised", "died"):
-                    grace = min(grace, time.monotonic() + GRACE)
+        in_vain = set() if ready else _in_vain(children, folder)
+        if in_vain or any(c.status in ("raised", "died") for c in children):
+            grace = min(grace, time.monotonic() + GRACE)
+        if in_vain == left:
+            return
         if not started and all(child.ready for child in children):
             started, deadline = True, time.monotonic() + timeout
+
+
+def _in_vain(children: list[_Child], folder: Path) -> set[int]:
+    """The ranks that stand in a collective for good, since a member of its group has ended without issuing it."""
+    ended = {child.rank for child in children if child.status in ("returned", "raised")}
+    calls = [recorder.read(folder / f"rank-{child.rank}.calls") for child in children] if ended else []
+
+    def times(rank: int, group: tuple[int, ...]) -> int:
+        return sum(call.members == group for call in calls[rank])
+
+    def stands(child: _Child) -> bool:
+        *_, last = calls[child.rank]
+        ahead = any(times(child.rank, last.members) > times(rank, last.members) for rank in ended & {*last.members})
+        return ahead and child.where(folder / f"rank-{child.rank}.stack")[0].startswith(f"in {last.operation}")
+
+    return {c.rank for c in children if ended and c.status == "unfinished" and calls[c.rank] and stands(c)}

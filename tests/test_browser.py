@@ -154,12 +154,19 @@ def menu(page: Any, *names: str) -> None:
         page.locator(".lm-Menu-item", has=page.get_by_text(name, exact=True)).last.click()
 
 
+def resize(page: Any, height: int, done: str) -> None:
+    """Give the page another height, and wait until the notebook has followed."""
+    page.set_viewport_size({"width": 1200, "height": height})
+    panel = page.locator(".jp-Notebook .jp-WindowedPanel-outer").element_handle()
+    page.wait_for_function(done, arg=panel, timeout=10_000)
+
+
 def photograph(page: Any, stem: str) -> None:
     """The whole notebook from top to bottom, in as few pictures as may be."""
     panel = page.locator(".jp-Notebook .jp-WindowedPanel-outer")
-    page.set_viewport_size({"width": 1200, "height": 1000})
+    resize(page, 1000, "e => e.clientHeight < 1000")
     full, window = panel.evaluate("e => [e.scrollHeight, e.clientHeight]")
-    page.set_viewport_size({"width": 1200, "height": min(full, TALLEST) + 1000 - window})
+    resize(page, min(full, TALLEST) + 1000 - window, f"e => e.clientHeight >= {min(full, TALLEST)}")
     SHOTS.mkdir(parents=True, exist_ok=True)
     for part, offset in enumerate(range(0, full, TALLEST), 1):
         panel.evaluate("(e, y) => { e.scrollTop = y }", offset)

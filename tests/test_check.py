@@ -361,7 +361,11 @@ def test_a_redistribution_with_the_wrong_convention() -> None:
     def wrong(keys: Any, layout: Layout, rank: int, group: Any) -> Any:
         moved = []
         for pieces in keys:
-            whole = [history._padded(p, i, layout, rank) for i, p in enumerate(pieces)]
+            whole = []
+            for i, (piece, (span,)) in enumerate(zip(pieces, layout.response_spans(rank), strict=True)):
+                before = span.position - layout.batch.first_predicting(i)
+                after = layout.batch.response_lengths[i] - before - len(piece)
+                whole.append(torch.nn.functional.pad(piece, (before, after)))
             summed = collectives.all_reduce(torch.cat(whole), group, loss="replicated")
             responses = torch.split(summed, list(layout.batch.response_lengths))
             firsts = map(layout.batch.first_predicting, range(len(responses)))
@@ -381,11 +385,25 @@ def flipped(keys: Any, *at: Any) -> Any:
     return [[piece.flip(0) for piece in log_probs], entropies]
 
 
+class FlippedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Any) -> Any:
+        return piece.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        return incoming[0].flip(0)
+
+
+def flipped_in_backward(keys: Any, *at: Any) -> Any:
+    return [[FlippedBack.apply(piece) for piece in key] for key in history.redistribute_now(keys, *at)]
+
+
 def in_one_piece(keys: Any, *at: Any) -> Any:
     return [[torch.cat(key)] for key in history.redistribute_now(keys, *at)]
 
 
-@pytest.mark.parametrize(("wrong", "clause"), [(flipped, "C7"), (in_one_piece, "C1")])
+@pytest.mark.parametrize(("wrong", "clause"), [(flipped, "C7"), (flipped_in_backward, "C7"), (in_one_piece, "C1")])
 def test_a_redistribution_with_wrong_pieces(wrong: Any, clause: str) -> None:
     report = check.grade(few("redistribution", 4), wrong)
     assert [c for c, found in report.clauses.items() if found] == [clause], str(report)

@@ -72,7 +72,7 @@ def symptom(outcome: Outcome, layout: Layout, cp_rank: int, coefficient: float) 
         return next((known for known in (A, T, KEYWORD) if outcome.reason.startswith(known)), outcome.summary)
     trained: Trained = outcome.value
     owned, scored = expected(layout, cp_rank)
-    assert trained.entropies.tolist() == owned
+    assert torch.cat(trained.entropies).tolist() == owned
     for gradient, factor in ((trained.of_log_prob, 1), (trained.of_entropy, coefficient)):
         if gradient is not None and gradient.tolist() != [factor * one for one in scored]:
             return W

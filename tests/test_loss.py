@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from museum import NORMALISATIONS
+from bugs import NORMALISATIONS
 from refimpl import ranks, slicing
 from refimpl.entropy import log_prob_and_entropy
 from refimpl.layout import Batch, Layout
@@ -253,6 +253,7 @@ def test_one_loss_by_hand_on_every_layout(tp: int, layout: Layout) -> None:
     [
         ("share", True),
         ("sum, then a replicated loss", True),
+        ("times cp_size, then averaged", True),
         ("divided by the shard's own tokens", False),
         ("sum with the other convention", False),
         ("averaged over CP", False),

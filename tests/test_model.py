@@ -47,7 +47,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize(("tp", "layout"), LAYOUTS, ids=lambda x: f"tp {x}" if isinstance(x, int) else str(x))
 def test_loss_and_every_gradient(tp: int, layout: Layout) -> None:
     want_loss, want = reference()
-    for loss, gradients in ranks.run(model.loss_and_gradients, layout, tp=tp, cp=layout.cp_size):
+    for loss, gradients in ranks.run(rl.loss_and_gradients, layout, tp=tp, cp=layout.cp_size):
         assert loss == pytest.approx(want_loss, abs=1e-12)
         assert gradients.keys() == want.keys()
         for name, gradient in gradients.items():
@@ -60,7 +60,7 @@ def test_loss_and_every_gradient(tp: int, layout: Layout) -> None:
 )
 def test_the_same_after_a_redistribution(coefficient_layout: Layout) -> None:
     want_loss, want = reference()
-    run = partial(model.loss_and_gradients, redistribute=history.redistribute_now)
+    run = partial(rl.loss_and_gradients, redistribute=history.redistribute_now)
     for loss, gradients in ranks.run(run, coefficient_layout, cp=coefficient_layout.cp_size):
         assert loss == pytest.approx(want_loss, abs=1e-12)
         assert all((gradients[name] - want[name]).abs().max() < 1e-12 for name in want)
@@ -75,7 +75,7 @@ def test_fp32_within_tolerance() -> None:
     """Stated: 1e-5 of the largest entry of each gradient."""
     want_loss, want = reference()
     layout = Layout(BATCH, "thd", "zigzag", 2)
-    for loss, gradients in ranks.run(partial(model.loss_and_gradients, dtype=torch.float32), layout, tp=2, cp=2):
+    for loss, gradients in ranks.run(partial(rl.loss_and_gradients, dtype=torch.float32), layout, tp=2, cp=2):
         assert loss == pytest.approx(want_loss, abs=1e-6)
         for name, gradient in gradients.items():
             scale = max(1e-2, float(want[name].abs().max()))

@@ -197,7 +197,7 @@ def fails(me: Rank, fault: str) -> float:
         ("kill", "rank 1 died: killed by SIGKILL", True),
         ("segfault", "rank 1 died: killed by SIGSEGV", True),
         ("unpicklable", "rank 1 raised: TypeError: cannot pickle '_thread.lock' object", True),
-        ("skip the collective", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
+        ("skip the collective", "rank 0 unfinished: in all_reduce, called by all_reduce", True),
         ("loop", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
         ("stop", "rank 0 unfinished: in all_reduce, called by all_reduce", False),
     ],
@@ -210,7 +210,7 @@ def test_a_fault_is_named_in_time(fault: str, message: str, at_once: bool) -> No
     assert str(caught.value).startswith(message + "\n")
     outcomes = caught.value.outcomes
     assert [o.rank for o in outcomes] == [0, 1, 2]
-    assert caught.value.first is outcomes[1 if at_once else 0]
+    assert caught.value.first is outcomes[0 if message.startswith("rank 0") else 1]
     assert outcomes[1].summary == {
         "skip the collective": "returned",
         "loop": "unfinished: in fails",
@@ -220,6 +220,41 @@ def test_a_fault_is_named_in_time(fault: str, message: str, at_once: bool) -> No
         assert outcomes[2].summary == "unfinished: in all_reduce, called by all_reduce"
     if fault == "raise":
         assert 'raise KeyError("the first error")' in str(caught.value)
+
+
+def returns_before(me: Rank, what: str) -> float:
+    """Rank 1 returns at once, rank 0 a good second later."""
+    x = torch.ones(1)
+    if what == "shares a collective":
+        dist.all_reduce(x, group=me.cp_group)
+    if me.rank == 0:
+        if what == "waits for nothing":
+            dist.all_reduce(x, group=me.cp_group, async_op=True)
+        time.sleep(3 * ranks.GRACE)
+    return me.rank
+
+
+@pytest.mark.parametrize("what", ["works alone", "shares a collective", "waits for nothing"])
+def test_a_rank_that_still_works_is_not_taken_for_one_that_waits(what: str) -> None:
+    assert ranks.run(returns_before, what, cp=2) == [0, 1]
+
+
+def test_a_wait_in_vain_is_named_where_it_is() -> None:
+    """Rank 3 leaves out the second sum of its own pair; ranks 0 and 2, whose pair is whole, are still at work."""
+
+    def body(me: Rank) -> None:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=me.cp_group)
+        if me.rank != 3:
+            dist.all_reduce(x, group=me.cp_group)
+        if me.rank in (0, 2):
+            time.sleep(60)
+
+    started = time.monotonic()
+    outcomes = ranks.observe(body, tp=2, cp=2)
+    assert time.monotonic() - started < 30
+    waits = "unfinished: in all_reduce, called by body"
+    assert [o.summary for o in outcomes] == ["unfinished: in body", waits, "unfinished: in body", "returned"]
 
 
 class SlowToArrive:
