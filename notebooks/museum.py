@@ -152,9 +152,9 @@ def weights_on_both(fn: Any) -> list[list[float]]:
     return [rounded(fn([torch.ones(4)], layout, rank)[0]) for rank in range(2)]
 
 
-def whole_gradients(fn: Any) -> str:
+def whole_gradients(fn: Any) -> int:
     """How many gradients of ``[T, V]`` are handed from node to node in backward of 4 samples."""
-    return f"{kinds.run_from_logits(fn, Layout(Batch([3] * 4, [2] * 4)), 0)[-1]} gradients of [T, V]"
+    return kinds.run_from_logits(fn, Layout(Batch([3] * 4, [2] * 4)), 0)[-1]
 
 
 def on_ranks(run: Callable[..., Any], part: Callable[[Any], Any], *given: Any) -> Callable[[Any], list[Any]]:
@@ -261,7 +261,7 @@ EXHIBITS = {
     "zeros that ask": Exhibit(
         f"{WRONG}, then a hang",
         f"{GITHUB}THUDM/slime/pull/2123",
-        "one rank waits in backward for an all-reduce; the other finished, with a gradient that lacks a part",
+        "one rank waits in backward; the other finished, with a gradient that lacks a part",
         "samples of 6 and 10, responses of 4 and 9, over 2 ranks; entropy coefficient 0; gradients of the log-probs",
         history.LINE["#2153"],
         history.LINE["now"],
@@ -379,7 +379,7 @@ EXHIBITS = {
         "memory",
         f"{GITHUB}THUDM/slime/pull/1788",
         "out of memory in the loss, the more samples the sooner",
-        "4 samples: how many gradients as large as all logits are made",
+        "4 samples: how many gradients as large as all logits, [T, V], backward makes",
         history.extract_before_1788,
         bugs.all_at_once,
         whole_gradients,

@@ -1,6 +1,7 @@
 """One summary of what was skipped, and a red run if the reason is not on the list; how many cases the sweeps saw."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
+
+
+def pytest_configure() -> None:
+    """``timeout`` or CI may end a run: servers, kernels and browsers that it started must end too."""
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM"))
 
 
 def _skips(config: pytest.Config) -> list[tuple[str, str]]:
