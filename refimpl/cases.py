@@ -152,14 +152,13 @@ def differ(what: str, got: Any, want: Tensor, near: float = 1e-5) -> Iterator[Fi
         yield Finding("C7", what, _short(want), _short(got))
 
 
-def judge_log_prob_entropy(fn: Candidate, name: str, rank: int) -> Iterator[Finding]:
+def judge_pair(fn: Candidate, given: tuple[Any, ...], rank: int) -> Iterator[Finding]:
     """Values and gradient against fp64, and the caller's logits unchanged."""
-    values, wanted = ROWS[name]
-    near = 2e-2 if "bf16" in name else 1e-5
-    logits = torch.tensor(values, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
-    logits = logits.view(len(wanted), -1 if wanted else 3)
-    if "apart" in name:  # of these 4 GiB only the pages that are touched take memory
-        logits = torch.empty_strided((2, 3), (2**31, 1), dtype=logits.dtype).copy_(logits)
+    name, values, wanted, *memory = given
+    dtype, stride = memory or (torch.float32, 0)
+    columns, near = len(values[0]) if values else 3, 1e-5 if dtype == torch.float32 else 2e-2
+    logits = torch.empty_strided((len(wanted), columns), (stride or columns, 1), dtype=dtype)
+    logits.copy_(torch.tensor(values).view_as(logits))  # memory between rows far apart is never touched
     goals, before = torch.tensor(wanted).long(), logits.clone()
     logits.requires_grad_()
     where = f"{name}: logits {textwrap.shorten(str(values), 80, placeholder=' ...')}, targets {wanted}"
@@ -199,7 +198,7 @@ def _short(values: Tensor) -> str:
 
 
 INF, NAN = float("inf"), float("nan")
-ROWS: dict[str, tuple[list[list[float]], list[int]]] = {  # logits, targets
+ROWS: dict[str, tuple[Any, ...]] = {  # logits, targets; of some the dtype, and how many numbers further each row begins
     "one row": ([[1, 2, 3]], [1]),
     "a uniform row": ([[0, 0, 0, 0]], [0]),
     "a logit of -inf": ([[1, 2, -INF]], [1]),
@@ -208,11 +207,11 @@ ROWS: dict[str, tuple[list[list[float]], list[int]]] = {  # logits, targets
     "a target far below": ([[0, -200]], [1]),
     "an offset of 10000": ([[10001, 10002, 10003]], [2]),
     "two rows": ([[1, -1, 0.5], [0, 3, -2]], [2, 1]),
-    "bf16": ([[1.5, -1, 0.5, 4]], [0]),
+    "bf16": ([[1.5, -1, 0.5, 4]], [0], torch.bfloat16, 0),
     "a row of NaN beside another": ([[NAN, 1], [1, 2]], [0, 1]),
     "a row of -inf beside another": ([[-INF, -INF], [1, 2]], [0, 1]),
     "three rows": ([[1, -1], [0.5, 0.25], [-3, 3]], [0, 1, 1]),
-    "two rows 2^31 numbers apart, in bf16": ([[1, 2, 3], [0.5, -1, 0]], [1, 2]),
+    "two rows 2^31 numbers apart, in bf16": ([[1, 2, 3], [0.5, -1, 0]], [1, 2], torch.bfloat16, 2**31),
     "a row of 5000": ([[i % 7 - 3.0 for i in range(4990)] + [9.0] * 10], [4999]),  # the largest in the last tile
     "no rows": ([], []),
 }

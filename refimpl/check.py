@@ -28,7 +28,7 @@ from refimpl.cases import (
     differ,
     held_rows,
     judge_extraction,
-    judge_log_prob_entropy,
+    judge_pair,
     judge_tokens,
     judge_weights,
     layouts,
@@ -90,7 +90,7 @@ KINDS = {
     "local_tokens": _of_layout("C1 C2 C3", "tokens", "[T_local], as slicing.local_tokens", TOKENS),
     "targets": _of_layout("C1 C2 C3", "tokens", "[T_local], as slicing.targets", TARGETS),
     "weights": _of_layout("C1 C7", "masks", WEIGHTS, judge_weights),
-    "log_prob_entropy": Kind(PAIR, "C1 C4 C7", lambda: {name: name for name in ROWS}, judge_log_prob_entropy),
+    "log_prob_entropy": Kind(PAIR, "C1 C4 C7", lambda: {n: (n, *rows) for n, rows in ROWS.items()}, judge_pair),
     "redistribution": _on_ranks("fn(keys, layout, cp_rank, group) -> keys under zigzag, on real ranks", _redistributed),
     "step": _on_ranks("a history.Step: an extraction and a redistribution, on real ranks", _trained),
 }

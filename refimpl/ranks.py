@@ -202,15 +202,16 @@ def observe(
 
 def _listen(children: list[_Child], timeout: float, folder: Path) -> None:
     """Wait for every rank's report: until the deadline, ``GRACE`` after a failure, or until all wait in vain."""
-    deadline, grace = time.monotonic() + _rank.STARTUP, math.inf
-    started = False
+    deadline, grace, started, pause = time.monotonic() + _rank.STARTUP, math.inf, False, POLL
     while (left := {c.rank for c in children if c.status == "unfinished"}) and time.monotonic() < min(deadline, grace):
         pipes = [c.pipe for c in children if c.rank in left]
-        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], POLL)
+        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], pause)
         for child in children:
             if child.pipe in ready or child.process.sentinel in ready:
                 child.hear()
+        looked = time.monotonic()
         in_vain = set() if ready else _in_vain(children, folder)
+        pause = min(1.0, max(POLL, 10 * (time.monotonic() - looked)))  # records may be long
         if in_vain or any(c.status in ("raised", "died") for c in children):
             grace = min(grace, time.monotonic() + GRACE)
         if in_vain == left:

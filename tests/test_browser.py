@@ -173,37 +173,32 @@ def photograph(page: Any, stem: str) -> None:
         page.screenshot(path=SHOTS / f"{stem}-{part}.png")
 
 
-def by_keys(page: Any, slider: int, key: str) -> str:
-    """What the page says in the widget after a key is pressed on one of its handles."""
+def by_keys(page: Any, slider: int, key: str, shows: str) -> str:
+    """What the page says in the widget after a key is pressed on one of its handles, once ``shows`` is part of it."""
     handle = page.locator(".jupyter-widgets .noUi-handle").nth(slider)
     handle.focus()
-    before = page.locator(".jupyter-widgets .jp-OutputArea").last.inner_text()
     handle.press(key)
-    page.wait_for_function(
-        "before => [...document.querySelectorAll('.jupyter-widgets .jp-OutputArea')].pop().innerText != before",
-        arg=before, timeout=30_000,
-    )  # fmt: skip
-    return str(page.locator(".jupyter-widgets .jp-OutputArea").last.inner_text())
+    output = page.locator(".jupyter-widgets .jp-OutputArea", has_text=shows).last
+    output.wait_for(timeout=30_000)
+    return str(output.inner_text())
 
 
 def move_the_sliders(page: Any) -> None:
     """Lengths, layout, cp_size and rank, each moved as a reader would: handles 0 to 5 are the samples' lengths."""
-    said = by_keys(page, 1, "ArrowRight")  # sample A one token longer: 6 of them, in 8 rows with its padding
+    said = by_keys(page, 1, "ArrowRight", "A5")  # sample A one token longer: 6 of them, in 8 rows with its padding
     assert "B2" not in said
-    assert "A5" in said
-    assert "cp_size 3" in by_keys(page, 6, "ArrowRight")
-    assert "rank 1 holds" in by_keys(page, 7, "ArrowRight")
+    by_keys(page, 6, "ArrowRight", "cp_size 3")
+    by_keys(page, 7, "ArrowRight", "rank 1 holds")
+    by_keys(page, 7, "ArrowRight", "rank 2 holds")  # which was not there with cp_size 2
     page.locator(".jupyter-widgets button", has_text="bshd, contiguous").click()
     page.wait_for_selector(".jupyter-widgets .jp-OutputArea:has-text('bshd, contiguous CP, cp_size 3')")
-    assert "ValueError: sample 1: total_length 2, response_length 2: no prompt" in by_keys(page, 2, "ArrowLeft")
+    by_keys(page, 2, "ArrowLeft", "ValueError: sample 1: total_length 2, response_length 2: no prompt")
 
 
 def move_the_stepper(page: Any) -> None:
-    said = [by_keys(page, 0, "ArrowRight") for _ in range(3)]
-    assert "after 2" in said[0]
+    said = [by_keys(page, 0, "ArrowRight", f"after {step}") for step in (2, 3, 4)]
     assert "first difference" not in said[0]
     assert "first difference" in said[1]  # the third call: backward of log-prob beside that of the entropy
-    assert "after 4" in said[2]
 
 
 MOVES = {"03_context_parallel": move_the_sliders, "05_collectives_and_autograd": move_the_stepper}
