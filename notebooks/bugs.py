@@ -172,10 +172,10 @@ def held(masks: Sequence[Tensor], layout: Layout, cp_rank: int) -> list[Tensor]:
     return [(weight > 0).double() for weight in weights_per_token(masks, layout, cp_rank)]
 
 
-def over_all_that_count(masks: Sequence[Tensor], layout: Layout, cp_rank: int) -> list[Tensor]:
-    """Divided by the number of tokens of the batch that count."""
-    count = torch.cat(list(masks)).sum()
-    return [piece / count for piece in held(masks, layout, cp_rank)]
+def over_own_labels(masks: Sequence[Tensor], layout: Layout, cp_rank: int) -> list[Tensor]:
+    """Divided by the number of tokens that count on this rank, whatever that is."""
+    pieces = held(masks, layout, cp_rank)
+    return [piece / torch.cat(pieces).sum() for piece in pieces]
 
 
 def over_own_shard(
@@ -202,7 +202,7 @@ def summed_for_a_replicated_loss(share: Tensor, group: dist.ProcessGroup) -> Ten
 
 
 def summed_for_an_own_slice_loss(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """slime #1748: the sum's backward sums again, though each rank already holds the whole loss: cp_size times."""
+    """The kind of slime #1748: the sum's backward sums again, though each rank holds the whole loss: cp_size times."""
     return all_reduce(share, group, loss="own slice")
 
 

@@ -48,11 +48,13 @@ HEAD = """
 <style>
     .bd-header { display: none !important; }
     .bd-main .bd-content .bd-article-container:only-child { max-width: 72rem; }
-    .bd-content pre { font-size: 0.78rem; }
+    .bd-content pre { font-size: 0.72rem; }
+    .bd-content .cell_output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
     html[data-theme] .bd-content img { background: #fff !important; padding: 0 !important; }
 </style>
 """
-"""No request for an icon; a page of code takes the whole width; pictures have no frame in the dark."""
+"""No request for an icon; a page of code takes the whole width; long outputs are wrapped, as in JupyterLab; pictures
+have no frame in the dark."""
 
 project = "Log-probs and entropy over ranks"
 author = "the authors of refimpl"
@@ -69,7 +71,7 @@ myst_heading_anchors = 3
 html_theme = "sphinx_book_theme"
 html_title = "Log-probs and entropy over ranks"
 html_copy_source = False
-html_context = {"default_mode": "auto"}
+html_context = {"default_mode": "auto", "head": HEAD}  # here, so that all pages are written anew if it changes
 html_theme_options = {
     "content_footer_items": [],
     "navbar_persistent": [],
@@ -109,7 +111,7 @@ def _name_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _add_head(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
-    context["metatags"] = context.get("metatags", "") + HEAD
+    context["metatags"] = context.get("metatags", "") + context["head"]
 
 
 def _add_index(app: Sphinx, exception: Exception | None) -> None:

@@ -74,7 +74,7 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stack = open(f"{folder}/rank-{rank}.stack", "w")  # noqa: SIM115  (open for the life of the process)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    faulthandler.dump_traceback_later(STARTUP + 10, exit=True, file=stack)  # if the parent cannot end us
+    faulthandler.dump_traceback_later(STARTUP + 5, exit=True, file=stack)  # if the parent cannot end us
     print("from here on the parent may ask where this rank is", file=stack, flush=True)
     released = threading.Event()
     threading.Thread(target=_heed, args=(pipe, folder, released), daemon=True).start()
@@ -85,7 +85,7 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
         roles: dict[str, str] = {me.tp_group.group_name: "tp", me.cp_group.group_name: "cp"}
         store = FileStore(f"{folder}/check", tp * cp) if check else None
         pipe.send("ready")
-        faulthandler.dump_traceback_later(min(timeout, 1e6) + 10, exit=True, file=stack)
+        faulthandler.dump_traceback_later(min(timeout, 1e6) + 5, exit=True, file=stack)
         recorder = Recorder(rank, open(f"{folder}/rank-{rank}.calls", "w"), roles, store)  # noqa: SIM115
         value = _call(recorder, fn, me, args)
         path = f"{folder}/rank-{rank}.value"  # a stream, not a zip file, whose errors do not say that a disk is full

@@ -68,6 +68,7 @@ class _Child:
     pipe: Connection
     outcome: Outcome | None = None
     ready: bool = False  # it has met the others
+    stuck: float = math.inf  # since when it is known to wait in vain
 
     @property
     def status(self) -> str:
@@ -90,8 +91,10 @@ class _Child:
 
     def tell(self, folder: Path) -> Outcome:
         """The outcome, complete with what lies in ``folder``."""
+        if self.outcome is None and self.pipe.poll():
+            self.hear()  # it came while others were looked at
         value, output, errors, stack = (folder / f"rank-{self.rank}.{end}" for end in ("value", "out", "err", "stack"))
-        outcome = self.outcome or Outcome(self.rank, "unfinished", *self.where(stack))
+        outcome = self.outcome or Outcome(self.rank, "unfinished", *self.where(stack), self.stuck)
         if outcome.status == "died":
             outcome = replace(outcome, details="\n".join(errors.read_text(errors="replace").splitlines()[-20:]))
         if outcome.status == "returned":
@@ -202,26 +205,30 @@ def observe(
 
 def _listen(children: list[_Child], timeout: float, folder: Path) -> None:
     """Wait for every rank's report: until the deadline, ``GRACE`` after a failure, or until all wait in vain."""
-    deadline, grace, started, pause = time.monotonic() + _rank.STARTUP, math.inf, False, POLL
-    while (left := {c.rank for c in children if c.status == "unfinished"}) and time.monotonic() < min(deadline, grace):
-        pipes = [c.pipe for c in children if c.rank in left]
-        ready = wait([*pipes, *(c.process.sentinel for c in children if c.status != "died")], pause)
+    deadline, started, pause = time.monotonic() + _rank.STARTUP, False, POLL
+    while (open_ := [c for c in children if c.status == "unfinished"]) and (now := time.monotonic()) < deadline:
+        pipes: list[Any] = [*(c.pipe for c in open_), *(c.process.sentinel for c in children if c.status != "died")]
+        ready = wait(pipes, min(pause, deadline - now))
         for child in children:
             if child.pipe in ready or child.process.sentinel in ready:
                 child.hear()
         looked = time.monotonic()
-        in_vain = set() if ready else _in_vain(children, folder)
+        for child in [] if ready else _in_vain(children, folder):
+            child.stuck = min(child.stuck, looked)
         pause = min(1.0, max(POLL, 10 * (time.monotonic() - looked)))  # records may be long
-        if in_vain or any(c.status in ("raised", "died") for c in children):
-            grace = min(grace, time.monotonic() + GRACE)
-        if in_vain == left:
+        if not ready and all(child.stuck < math.inf for child in open_):
             return
+        if any(child.stuck < math.inf or child.status in ("raised", "died") for child in children):
+            deadline = min(deadline, looked + GRACE)
         if not started and all(child.ready for child in children):
             started, deadline = True, time.monotonic() + timeout
 
 
-def _in_vain(children: list[_Child], folder: Path) -> set[int]:
-    """The ranks that stand in a collective for good, since a member of its group has ended without issuing it."""
+def _in_vain(children: list[_Child], folder: Path) -> list[_Child]:
+    """Who stands in a collective for good, since a member of its group has ended without issuing it.
+
+    Collectives with a root are left out: there some wait for the root alone.
+    """
     ended = {child.rank for child in children if child.status in ("returned", "raised")}
     calls = [recorder.read(folder / f"rank-{child.rank}.calls") for child in children] if ended else []
 
@@ -231,6 +238,8 @@ def _in_vain(children: list[_Child], folder: Path) -> set[int]:
     def stands(child: _Child) -> bool:
         *_, last = calls[child.rank]
         ahead = any(times(child.rank, last.members) > times(rank, last.members) for rank in ended & {*last.members})
-        return ahead and child.where(folder / f"rank-{child.rank}.stack")[0].startswith(f"in {last.operation}")
+        stack = child.where(folder / f"rank-{child.rank}.stack")[1] if ahead and "root" not in last.how else ""
+        inner = re.search(r'File "(.*)", line', stack)
+        return inner is not None and f"torch{os.sep}distributed{os.sep}" in inner[1]
 
-    return {c.rank for c in children if ended and c.status == "unfinished" and calls[c.rank] and stands(c)}
+    return [c for c in children if ended and c.status == "unfinished" and calls[c.rank] and stands(c)]

@@ -151,9 +151,9 @@ current_label = _LABEL.get  # the name that ``label`` gave, or an empty one
 class Recorder:
     """Within ``with``, writes every collective to ``file``, of forward or backward, before it is issued.
 
-    It stands in the dispatcher before torch's operators for collectives, c10d's and the functional ones; all other
-    operators run as fast as ever; point-to-point calls are not recorded. ``roles`` names groups. With a ``store`` those
-    who would meet first agree, or raise ``DivergenceError``: none pairs wrongly, or waits for one that has ended.
+    It stands in the dispatcher before torch's operators for collectives, c10d's and the functional ones; all others are
+    as fast as ever. Point-to-point calls are not recorded, nor are tensors of inference mode. ``roles`` names groups.
+    With a ``store`` those who would meet first agree, or raise ``DivergenceError``: none pairs wrongly or in vain.
     """
 
     def __init__(self, rank: int, file: TextIO, roles: Mapping[str, str], store: Any = None) -> None:

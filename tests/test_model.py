@@ -138,11 +138,11 @@ def test_the_same_weights_and_samples_whatever_the_grid() -> None:
 
 
 def test_sampling_follows_the_models_distribution() -> None:
-    """4,000 first tokens of one prompt: their frequencies, against the softmax of the row that scores them."""
+    """2,000 first tokens of one prompt: their frequencies, against the softmax of the row that scores them."""
 
     def body(me: Rank) -> tuple[list[float], list[float]]:
         gpt = model.build(me, torch.float64)
-        task = rl.Task(prompt_lengths=(2,), response_lengths=(1,), responses=4000, micro_batches=(4000,))
+        task = rl.Task(prompt_lengths=(2,), response_lengths=(1,), responses=2000, micro_batches=(2000,))
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in gpt.output_layer.parameters():
@@ -150,12 +150,12 @@ def test_sampling_follows_the_models_distribution() -> None:
         tokens = rl.sample(gpt, task, 0, lambda batch: Layout(batch), me)
         one = Layout(Batch([2], [1]))
         p = model.logits(gpt, [tokens[0][:2]], one, me)[1].softmax(0)
-        counts = torch.bincount(torch.stack(tokens)[:, 2], minlength=model.VOCAB) / 4000
+        counts = torch.bincount(torch.stack(tokens)[:, 2], minlength=model.VOCAB) / 2000
         return p.tolist(), counts.tolist()
 
     ((p, counts),) = ranks.run(body, timeout=120)
     assert max(p) > 0.2
-    assert counts == pytest.approx(p, abs=0.03)
+    assert counts == pytest.approx(p, abs=0.04)  # more than 3 deviations
 
 
 @pytest.mark.parametrize("redistribute", [None, history.redistribute_now])

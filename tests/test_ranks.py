@@ -222,14 +222,19 @@ def test_a_fault_is_named_in_time(fault: str, message: str, at_once: bool) -> No
         assert 'raise KeyError("the first error")' in str(caught.value)
 
 
+def all_reduce_later(x: torch.Tensor, group: Any) -> None:
+    dist.all_reduce(x, group=group, async_op=True)
+    time.sleep(3 * ranks.GRACE)
+
+
 def returns_before(me: Rank, what: str) -> float:
     """Rank 1 returns at once, rank 0 a good second later."""
     x = torch.ones(1)
     if what == "shares a collective":
         dist.all_reduce(x, group=me.cp_group)
-    if me.rank == 0:
-        if what == "waits for nothing":
-            dist.all_reduce(x, group=me.cp_group, async_op=True)
+    if me.rank == 0 and what == "waits for nothing":
+        all_reduce_later(x, me.cp_group)
+    elif me.rank == 0:
         time.sleep(3 * ranks.GRACE)
     return me.rank
 
@@ -240,7 +245,10 @@ def test_a_rank_that_still_works_is_not_taken_for_one_that_waits(what: str) -> N
 
 
 def test_a_wait_in_vain_is_named_where_it_is() -> None:
-    """Rank 3 leaves out the second sum of its own pair; ranks 0 and 2, whose pair is whole, are still at work."""
+    """Rank 3 leaves out the second sum of its own pair; ranks 0 and 2, whose pair is whole, are still at work.
+
+    The headline is the rank that waits, not one that has done nothing wrong.
+    """
 
     def body(me: Rank) -> None:
         x = torch.ones(1)
@@ -251,10 +259,27 @@ def test_a_wait_in_vain_is_named_where_it_is() -> None:
             time.sleep(60)
 
     started = time.monotonic()
-    outcomes = ranks.observe(body, tp=2, cp=2)
+    with pytest.raises(RankError) as caught:
+        ranks.run(body, tp=2, cp=2)
     assert time.monotonic() - started < 30
+    assert str(caught.value).startswith("rank 1 unfinished: in all_reduce, called by body\n")
+    outcomes = caught.value.outcomes
     waits = "unfinished: in all_reduce, called by body"
     assert [o.summary for o in outcomes] == ["unfinished: in body", waits, "unfinished: in body", "returned"]
+
+
+def test_who_waits_for_a_root_may_wait_for_it_alone() -> None:
+    """Rank 1 leaves out the broadcast; rank 2 gets it all the same, from a root that is late."""
+
+    def body(me: Rank) -> float:
+        x = torch.full((1,), float(me.rank))
+        if me.rank == 0:
+            time.sleep(3 * ranks.GRACE)
+        if me.rank != 1:
+            dist.broadcast(x, 0, group=me.cp_group)
+        return float(x)
+
+    assert ranks.observe(body, cp=3, timeout=20)[2].value == 0.0
 
 
 class SlowToArrive:

@@ -122,6 +122,8 @@ def test_pages_open_without_an_error_and_ask_no_other_host(site: Path, address: 
             assert all(sizes), path.name
             wide = page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
             assert not wide, f"{path.name} is wider than the window"
+            cut_off = "[...document.querySelectorAll('.cell_output pre')].some(e => e.scrollWidth > e.clientWidth)"
+            assert not page.evaluate(cut_off), f"{path.name}: an output is cut off"
         page.goto(address + "search.html?q=zigzag")
         page.wait_for_selector("#search-results li a")
         found = page.locator("#search-results li a").evaluate_all("links => links.map(link => link.href)")
