@@ -47,7 +47,7 @@ class Outcome:
     ``reason`` is one line. ``details`` helps to find the place: a traceback, the stack of a rank that waits, the last
     words on stderr of one that died. ``calls`` are the collectives that it issued. ``output`` is what it printed.
     ``when`` orders failures: seconds on the monotonic clock for an error, before all others for a death (it causes
-    errors elsewhere), last if unfinished.
+    errors elsewhere), last if unfinished, unless it was seen to wait in vain.
     """
 
     rank: int

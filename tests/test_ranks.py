@@ -397,7 +397,7 @@ HANGS = """
         time.sleep(600) if me.rank else sum(range(10**12))  # rank 0 keeps the interpreter to itself
 
     try:
-        ranks.run(hang, cp=2, timeout=5)
+        ranks.run(hang, cp=2, timeout=3)
     except KeyboardInterrupt:
         print("interrupted")
 """
