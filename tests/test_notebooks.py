@@ -132,7 +132,7 @@ def test_predictions_are_not_answered(path: Path) -> None:
 
 # ---------------------------------------------------------------- twice in one kernel, and where nobody may write
 
-FAST = ("01_layouts", "03_context_parallel", "09_puzzles")
+FAST = ("00_map", "01_layouts", "03_context_parallel", "09_puzzles")
 RERUN = [pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else pytest.mark.nightly) for path in PATHS]
 
 
