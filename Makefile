@@ -11,8 +11,8 @@ help:             ## this list
 lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes flags on
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
 
-test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene
-	$(BIN)/python -m pytest $(ARGS)
+test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene; ARGS="-n 0" in one process
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 nightly: .venv/ready ## what takes long: thousands of random cases, the longer notebooks twice in one kernel
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "sweep or nightly" $(ARGS)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 from sweeps import CASES
@@ -13,9 +15,22 @@ ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
 
 
-def pytest_configure() -> None:
+KERNELS = ("test_browser.py", "test_notebooks.py", "test_site.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """``timeout`` or CI may end a run: servers, kernels and browsers that it started must end too."""
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM"))
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, also for a whole process group
+        if config.pluginmanager.get_plugin("dsession"):  # the tests run in other processes, which have this handler too
+            workers = psutil.Process().children()
+            for worker in workers:
+                worker.terminate()
+            psutil.wait_procs(workers, timeout=60)
+        pytest.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _skips(config: pytest.Config) -> list[tuple[str, str]]:
@@ -28,16 +43,29 @@ def _skips(config: pytest.Config) -> list[tuple[str, str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """nbval gives up on a cell's output after 5 s of silence; ranks may take longer on a busy machine."""
+    """nbval gives up on a cell's output after 5 s of silence; ranks may take longer on a busy machine.
+
+    Where two processes share the tests, one runs those of a file, and all that start kernels: these race for ports.
+    """
     for item in items:
         if hasattr(item, "output_timeout"):
             item.output_timeout = 60
+        kernel = item.path.suffix == ".ipynb" or item.path.name in KERNELS
+        item.add_marker(pytest.mark.xdist_group("kernels" if kernel else item.path.stem))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if any(not reason.startswith(ALLOWED_SKIPS) for _, reason in _skips(session.config)):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cases"] = dict(CASES)
+    elif any(not reason.startswith(ALLOWED_SKIPS) for _, reason in _skips(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of two processes that share the tests has ended: what it counted is ours."""
+    CASES.update(getattr(node, "workeroutput", {}).get("cases", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
