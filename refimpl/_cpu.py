@@ -93,9 +93,9 @@ def _share(kernel: Callable[..., None], *arguments: Tensor | int | float) -> Non
     """Call a kernel on several threads, which share the rows; ctypes lets go of the interpreter during a call."""
     types: dict[Any, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
     given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in arguments]
-    counter = ctypes.c_int64(0)
+    counter, held = ctypes.c_int64(0), list(arguments)
 
-    def work(_held: object = arguments) -> None:  # the tensors live as long as a thread may still run
+    def work(_held: object = held) -> None:  # the tensors live as long as a thread may still run
         kernel(*given, ctypes.byref(counter))
 
     others: list[Future[None]] = []
@@ -106,6 +106,7 @@ def _share(kernel: Callable[..., None], *arguments: Tensor | int | float) -> Non
         for other in others:
             if not other.cancel():
                 other.result()
+    held.clear()  # a thread that has just done its work may hold ``work`` a moment longer
 
 
 @functools.cache

@@ -8,6 +8,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 TOP = Path(__file__).parent.parent
 LONG = """
     import pathlib, time
@@ -26,11 +28,13 @@ LONG = """
 """
 
 
-def test_a_run_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_run_that_is_ended_ends_what_it_started(tmp_path: Path, processes: str) -> None:
     """As ``timeout`` and CI do it; a server of JupyterLab would go on for ever."""
     (tmp_path / "test_long.py").write_text(textwrap.dedent(LONG))
-    command = [sys.executable, "-m", "pytest", "-c", str(TOP / "pyproject.toml"), "-p", "conftest", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOP / "tests"), os.environ.get("PYTHONPATH", "")])}
+    options = ["-c", str(TOP / "pyproject.toml"), "-p", "conftest", "-n", processes]
+    paths = os.pathsep.join([str(TOP), str(TOP / "tests"), os.environ.get("PYTHONPATH", "")])
+    command, environment = [sys.executable, "-m", "pytest", *options, str(tmp_path)], os.environ | {"PYTHONPATH": paths}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:

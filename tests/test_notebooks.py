@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,19 +187,18 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 def test_restart_and_run_all_from_a_read_only_checkout(tmp_path: Path) -> None:
     """Real ranks (00 and 02) and compiled C kernels (02), through nbval, by a user who may write nothing there."""
-    checkout, home = tmp_path / "checkout", tmp_path / "home"
+    checkout, home = tmp_path / "checkout", tempfile.mkdtemp()  # short: a socket's path has room for 107 characters
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=TOP, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TOP / name, checkout / name)
-    home.mkdir()
     folders = [checkout, *(path for path in checkout.rglob("*") if path.is_dir())]
     environment = {
         name: text
         for name, text in os.environ.items()
         if not name.startswith(("COVERAGE", "IPYTHON", "JUPYTER", "XDG"))
     }
-    environment |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONPATH": str(checkout)}
+    environment |= {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(checkout)}
     try:
         for path in checkout.rglob("*"):
             path.chmod(0o555 if path.is_dir() else 0o444)
@@ -212,5 +212,6 @@ def test_restart_and_run_all_from_a_read_only_checkout(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"\n{cells} passed" in done.stdout
     finally:
+        shutil.rmtree(home)
         for folder in folders:
             folder.chmod(0o755)

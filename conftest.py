@@ -4,7 +4,6 @@ import os
 import signal
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import settings
 from sweeps import CASES
@@ -14,21 +13,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
 
+KERNELS = ("test_browser.py", "test_notebooks.py")
+"""The tests that start Jupyter's kernels, besides the notebooks themselves."""
 
-KERNELS = ("test_browser.py", "test_notebooks.py", "test_site.py")
 
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """``timeout`` or CI may end a run: servers, kernels and browsers that it started must end too."""
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, also for a whole process group
-        if config.pluginmanager.get_plugin("dsession"):  # the tests run in other processes, which have this handler too
-            workers = psutil.Process().children()
-            for worker in workers:
-                worker.terminate()
-            psutil.wait_procs(workers, timeout=60)
-        pytest.exit("ended by SIGTERM")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough, and a whole process group may get several
+        pytest.exit("ended by SIGTERM")  # where others run the tests, this interrupts them
 
     signal.signal(signal.SIGTERM, end)
 
@@ -43,15 +37,23 @@ def _skips(config: pytest.Config) -> list[tuple[str, str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """nbval gives up on a cell's output after 5 s of silence; ranks may take longer on a busy machine.
-
-    Where two processes share the tests, one runs those of a file, and all that start kernels: these race for ports.
-    """
+    """nbval gives up on a cell's output after 5 s of silence; ranks may take longer on a busy machine."""
     for item in items:
         if hasattr(item, "output_timeout"):
             item.output_timeout = 60
-        kernel = item.path.suffix == ".ipynb" or item.path.name in KERNELS
-        item.add_marker(pytest.mark.xdist_group("kernels" if kernel else item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two processes one runs all that start Jupyter's kernels, which would race for ports; else a file is a unit."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "kernels" if file.endswith((".ipynb", *KERNELS)) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
