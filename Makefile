@@ -12,7 +12,7 @@ lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes f
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
 
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene; ARGS="-n 0" in one process
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: .venv/ready ## what takes long: thousands of random cases, the longer notebooks twice in one kernel
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "sweep or nightly" $(ARGS)

@@ -5,16 +5,15 @@ import signal
 from typing import Any
 
 import pytest
+from browser import free_port
 from hypothesis import settings
+from jupyter_client.connect import LocalPortCache
 from sweeps import CASES
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 ALLOWED_SKIPS = ("no browser", "no GPU", "no Triton outside Linux")
 """The only reasons for which a check may be skipped; anything else fails the run."""
-
-KERNELS = ("test_browser.py", "test_notebooks.py")
-"""The tests that start Jupyter's kernels, besides the notebooks themselves."""
 
 
 def pytest_configure() -> None:
@@ -25,6 +24,8 @@ def pytest_configure() -> None:
         pytest.exit("ended by SIGTERM")  # where others run the tests, this interrupts them
 
     signal.signal(signal.SIGTERM, end)
+    # A kernel listens only a second after its ports were chosen: ranks of other tests must not get them meanwhile.
+    LocalPortCache.find_available_port = lambda *_: free_port()  # type: ignore[method-assign]
 
 
 def _skips(config: pytest.Config) -> list[tuple[str, str]]:
@@ -41,19 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "output_timeout"):
             item.output_timeout = 60
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of two processes one runs all that start Jupyter's kernels, which would race for ports; else a file is a unit."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "kernels" if file.endswith((".ipynb", *KERNELS)) else file
-
-    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

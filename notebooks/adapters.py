@@ -65,8 +65,8 @@ def slime_extraction(checkout: Path) -> Candidate:
     return candidate
 
 
-def slime_step(checkout: Path, entropy_grad: Callable[[float], bool]) -> Step:
-    """The same with slime's own redistribution, for real ranks; ``entropy_grad`` as that commit's loss asked for it."""
+def slime_step(checkout: Path, if_weighted: bool) -> Step:
+    """The same with slime's own redistribution, for real ranks; ``if_weighted`` as in ``Step``, of that commit."""
     move, mpu = _slime(checkout, "_allgather_cp_redistribute")
     takes = inspect.signature(move).parameters
 
@@ -80,7 +80,7 @@ def slime_step(checkout: Path, entropy_grad: Callable[[float], bool]) -> Step:
         move(named, **{name: value for name, value in every.items() if name in takes})  # changes the dictionary
         return list(named.values())
 
-    return Step(slime_extraction(checkout), redistribute, entropy_grad)
+    return Step(slime_extraction(checkout), redistribute, if_weighted)
 
 
 def _slime(checkout: Path, name: str) -> tuple[Candidate, SimpleNamespace]:

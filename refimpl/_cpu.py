@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,38 +73,31 @@ def forget() -> None:
         _kept.clear()
 
 
-def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
-    """m, s, w and the target's logit of each row, ``[4, T]`` fp32; rows without a target hold zeros."""
-    rows, columns = x.shape
-    out = torch.zeros(4, rows)
-    _share(library(x.dtype).forward, x, x.stride(0), target, out, rows, columns, scale)
-    return out
+def forward(x: Tensor, target: Tensor, out: Tensor, scale: float) -> None:
+    """Write m, s, w and the target's logit of each row that has a target into ``out``, ``[4, T]`` fp32."""
+    _share("forward", x, target, out, *x.shape, scale)
 
 
 def backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
     """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients."""
-    rows, columns = x.shape
-    into = (gradient, gradient.stride(0), constants)
-    _share(library(x.dtype).backward, x, x.stride(0), target, *into, rows, columns, scale)
+    _share("backward", x, target, gradient, gradient.stride(0), constants, *x.shape, scale)
 
 
-def _share(kernel: Callable[..., None], *arguments: Tensor | int | float) -> None:
+def _share(name: str, x: Tensor, *others: Tensor | int | float) -> None:
     """Call a kernel on several threads, which share the rows; ctypes lets go of the interpreter during a call."""
-    types: dict[Any, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
-    given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in arguments]
-    counter, held = ctypes.c_int64(0), list(arguments)
+    kernel, types = getattr(library(x.dtype), name), {float: ctypes.c_float, int: ctypes.c_int64}
+    held: list[Any] = [x, x.stride(0), *others]  # the tensors live as long as a thread may still run
+    given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else types[type(a)](a) for a in held]
+    counter = ctypes.c_int64(0)
 
-    def work(_held: object = held) -> None:  # the tensors live as long as a thread may still run
+    def work(_held: object = held) -> None:
         kernel(*given, ctypes.byref(counter))
 
-    others: list[Future[None]] = []
-    try:
-        others += [_helpers().submit(work) for _ in range(torch.get_num_threads() - 1)]
-        work()
-    finally:  # who has not begun, on a busy machine, is not waited for
-        for other in others:
-            if not other.cancel():
-                other.result()
+    helpers = [_helpers().submit(work) for _ in range(torch.get_num_threads() - 1)]
+    work()
+    for helper in helpers:  # who has not begun, on a busy machine, is not waited for
+        if not helper.cancel():
+            helper.result()
     held.clear()  # a thread that has just done its work may hold ``work`` a moment longer
 
 

@@ -86,8 +86,8 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
         store = FileStore(f"{folder}/check", tp * cp) if check else None
         pipe.send("ready")
         faulthandler.dump_traceback_later(min(timeout, 1e6) + 5, exit=True, file=stack)
-        recorder = Recorder(rank, open(f"{folder}/rank-{rank}.calls", "w"), roles, store)  # noqa: SIM115
-        value = _call(recorder, fn, me, args)
+        with Recorder(rank, open(f"{folder}/rank-{rank}.calls", "w"), roles, store):
+            value = fn(me, *args)
         path = f"{folder}/rank-{rank}.value"  # a stream, not a zip file, whose errors do not say that a disk is full
         torch.save(value, path, pickle_module=cloudpickle, _use_new_zipfile_serialization=False)
         outcome = Outcome(rank, "returned")
@@ -100,20 +100,6 @@ def main(pipe: Connection, folder: str, rank: int, tp: int, cp: int, timeout: fl
     released.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _call(recorder: Recorder, fn: Any, me: Rank, args: Any) -> Any:
-    """``fn`` with its collectives recorded; however it ends, the others hear of it."""
-    how = "returned"
-    try:
-        with recorder:
-            return fn(me, *args)
-    except BaseException as error:
-        how = f"raised {type(error).__name__}"
-        raise
-    finally:
-        if recorder.store is not None:
-            recorder.store.set(f"end/{me.rank}", how)  # nothing more will come
 
 
 def _heed(pipe: Connection, folder: str, released: threading.Event) -> None:

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl import _cpu, history, ranks, slicing
+from refimpl.cases import exact
 from refimpl.entropy import log_prob_and_entropy
 from refimpl.layout import Batch, Layout
-
-Run = Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor]]  # logits -> log-prob, entropy, gradient
 
 
 def start_seconds(start_method: str) -> float:
@@ -77,64 +77,22 @@ def bench_redistribute(runs: int, samples: int, cp: int) -> None:
         print(f"{name:30}{each[0]:12}{each[1]:12}{moved:17.0f}{statistics.median(measured) * 1e3:20.2f}")
 
 
-class FromModel(torch.autograd.Function):
-    """Logits as a model hands them over: not a leaf, and nobody else's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
-        """The same memory, made by this function as far as autograd knows."""
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[None, None]:
-        """Never reached: the benchmark asks for the gradient of the logits."""
-        return None, None
-
-
-def ours(targets: Tensor, g: Tensor, overwrite: bool = False) -> Run:
-    """This project's function, forward and backward."""
-    weight = torch.ones((), device=g.device, requires_grad=True)
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        logits = FromModel.apply(weight, x)  # type: ignore[no-untyped-call]
-        log_prob, entropy = log_prob_and_entropy(logits, targets, overwrite_logits=overwrite)
-        assert entropy is not None
-        (gradient,) = torch.autograd.grad([log_prob, entropy], logits, [g[0], g[1]])
-        return log_prob.detach(), entropy.detach(), gradient
-
-    return run
-
-
-def plain(targets: Tensor, g: Tensor) -> Run:
+def plain(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """``log_softmax``, gather, and minus the sum of p log p, left to autograd."""
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        leaf = x.detach().requires_grad_()
-        log_p = torch.log_softmax(leaf.float(), 1)
-        log_prob, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-        (gradient,) = torch.autograd.grad([log_prob, entropy], leaf, [g[0], g[1]])
-        return log_prob.detach(), entropy.detach(), gradient
-
-    return run
+    log_p = torch.log_softmax(x.float(), 1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
 
-def megatron(targets: Tensor, g: Tensor, fused: bool) -> Run:
+def megatron(x: Tensor, targets: Tensor, fused: bool) -> tuple[Tensor]:
     """megatron-core's own cross entropy: the log-prob alone. It needs a TP group, here of one rank."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    def run(x: Tensor) -> tuple[Tensor, None, Tensor]:
-        leaf = x.detach()[:, None].requires_grad_()
-        group = parallel_state.get_tensor_model_parallel_group()
-        goal = targets[:, None]
-        loss = (
-            fused_vocab_parallel_cross_entropy(leaf, goal, group) if fused else vocab_parallel_cross_entropy(leaf, goal)
-        )
-        (gradient,) = torch.autograd.grad(loss, leaf, -g[0][:, None])
-        return -loss.detach()[:, 0], None, gradient[:, 0]
-
-    return run
+    given = x[:, None], targets[:, None]
+    group = parallel_state.get_tensor_model_parallel_group()
+    loss = fused_vocab_parallel_cross_entropy(*given, group) if fused else vocab_parallel_cross_entropy(*given)
+    return (-loss[:, 0],)
 
 
 def peak_memory(device: torch.device, reset: bool = False) -> int:
@@ -151,51 +109,50 @@ def peak_memory(device: torch.device, reset: bool = False) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def bench_entropy(runs: int, rows: int, columns: int, device: torch.device, with_megatron: bool) -> None:
+def bench_entropy(runs: int, rows: int, columns: int, device: torch.device) -> None:
     """Forward and backward with entropy gradient, all in turn in one run; accuracy on the first rows against fp64.
 
     ``faster`` compares medians; ``at best`` the fastest run of each, for plain autograd, which faults five buffers of
     fresh memory in, takes up to twice as long in some runs as in others.
     """
     torch.manual_seed(0)
+    some = slice(0, 32)
     targets, g = torch.randint(0, columns, (rows,), device=device), torch.randn(2, rows, device=device)
     prompts = torch.arange(rows, device=device) // 64 % 2 == 0  # samples of 64 prompt and 64 response rows
     half = targets.masked_fill(prompts, slicing.NO_TARGET)
-    candidates = {"plain autograd": plain(targets, g), "ours": ours(targets, g)}
-    candidates |= {"ours, half the rows": ours(half, g), "ours, over the logits": ours(targets, g, True)}
-    if with_megatron:
-        candidates |= {"megatron-core, log-prob only": megatron(targets, g, False)}
-        candidates |= {"same, fused": megatron(targets, g, True)}
-    buffer = rows * columns * 4
+    ways: dict[str, tuple[Callable[..., Any], Tensor]] = {
+        "plain autograd": (plain, targets),
+        "ours": (log_prob_and_entropy, targets),
+        "ours, half the rows": (log_prob_and_entropy, half),
+        "ours, over the logits": (partial(log_prob_and_entropy, overwrite_logits=True), targets),
+        "megatron-core, log-prob only": (partial(megatron, fused=False), targets),
+        "same, fused": (partial(megatron, fused=True), targets),
+    }
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     for dtype in (torch.float32, torch.bfloat16):
-        master = (torch.randn(rows, columns, device=device) * 3).to(dtype)
-        x, some = master.clone(), slice(0, 32)
-        version = x._version
-        exact = plain(targets[some], g[:, some].double())
-        with mock.patch.object(Tensor, "float", Tensor.double):
-            want = exact(master[some])
-        seconds: dict[str, list[float]] = {name: [] for name in candidates}
-        extra, error = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, "")
+        leaf = (torch.randn(rows, columns, device=device) * 3).to(dtype).requires_grad_()
+        want = exact(leaf[some], targets[some], (g[0, some].double(), g[1, some].double()))
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        extra, error = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, "")
         for turn in range(runs + 1):  # the first one warms up
-            for name, run in candidates.items():
-                if x._version != version:  # the last one wrote over them (only then: torch's threads spin after a copy)
-                    version = x.copy_(master)._version
+            for name, (way, goals) in ways.items():
+                x = leaf * 1  # as a model hands them over: not a leaf, and nobody else's
+                time.sleep(0.1)  # torch's threads spin after a copy
                 if not turn:
                     _cpu.forget()  # memory is counted in the first turn, time in the others
                 before = peak_memory(device, reset=True)
                 start = time.perf_counter()
-                got = run(x)
+                got = way(x, goals)
+                (gradient,) = torch.autograd.grad(got, x, [*g[: len(got)]])
                 peak = peak_memory(device)
                 if turn:
                     seconds[name].append(time.perf_counter() - start)
                 else:
-                    extra[name] = (peak - before) / buffer
-                comparable = "half" not in name and got[1] is not None  # the others' gradient is of another loss
-                pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
-                found = [(a[some] - b).abs().max().item() for a, b in pairs][: 3 if comparable else 1]
-                error[name] = "" if "half" in name else " ".join(f"{e:9.1e}" for e in found)
-                del got, pairs
+                    extra[name] = (peak - before) / (rows * columns * 4)
+                    pairs = zip((*got, gradient)[: 3 if len(got) == 2 else 1], want, strict=False)
+                    found = [(a[some] - b).abs().max().item() for a, b in pairs]
+                    error[name] = "" if goals is half else " ".join(f"{e:9.1e}" for e in found)
+                del got, gradient, x
         print(f"\n{where}, logits [{rows}, {columns}] in {dtype}, median of {runs} in turn, forward and backward")
         print(f"{'':30}{'ms':>8}{'faster':>8}{'at best':>9}{'buffers':>9}  error: log-prob, entropy, gradient")
         for name, measured in seconds.items():
@@ -203,12 +160,12 @@ def bench_entropy(runs: int, rows: int, columns: int, device: torch.device, with
             ratio, best = (f(seconds["plain autograd"]) / f(measured) for f in (statistics.median, min))
             print(f"{name:30}{middle * 1e3:8.1f}{ratio:8.1f}{best:9.1f}{extra[name]:9.2f}  {error[name]}")
         if device.type == "cuda":
-            start, other = time.perf_counter(), torch.empty_like(x)
+            start, other = time.perf_counter(), torch.empty_like(leaf)
             for _ in range(10):
-                other.copy_(x)
+                other.copy_(leaf.detach())
             torch.cuda.synchronize()
-            rate = 20 * x.nbytes / (time.perf_counter() - start)
-            moved = 3 * x.nbytes / statistics.median(seconds["ours"])
+            rate = 20 * leaf.nbytes / (time.perf_counter() - start)
+            moved = 3 * leaf.nbytes / statistics.median(seconds["ours"])
             print(f"ours moves {moved / 1e9:.0f} GB/s (2 reads, 1 write), a copy {rate / 1e9:.0f}: {moved / rate:.0%}")
 
 
@@ -233,7 +190,7 @@ def main() -> None:
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        bench_entropy(options.runs or 7, options.rows, options.columns, options.device, True)
+        bench_entropy(options.runs or 7, options.rows, options.columns, options.device)
         dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 from refimpl.candidate import Broken, Candidate, Finding, call
-from refimpl.diagrams import describe
+from refimpl.diagrams import boxes, describe
 from refimpl.layout import Batch, Layout
 
 gradients = partial(grad, retain_graph=True, allow_unused=True)
@@ -19,12 +20,8 @@ gradients = partial(grad, retain_graph=True, allow_unused=True)
 
 def held_rows(layout: Layout, rank: int) -> list[list[tuple[int, int]]]:
     """For each sample (position, row) of the predicting rows that a rank holds, in rising position, row by row."""
-    found: list[list[tuple[int, int]]] = []
-    for i, spans in enumerate(layout.spans(rank)):
-        first, last = layout.batch.first_predicting(i), layout.batch.total_lengths[i] - 1
-        pairs = [(s.position + n, s.row + n) for s in spans for n in range(s.length)]
-        found.append(sorted((p, row) for p, row in pairs if first <= p < last))
-    return found
+    rows = [(box.sample, box.position, row) for row, box in enumerate(boxes(layout, rank)) if box and box.predicting]
+    return [sorted((p, row) for i, p, row in rows if i == sample) for sample in range(len(layout.batch))]
 
 
 def _pieces(got: Any, layout: Layout, what: str) -> list[Tensor]:
@@ -91,12 +88,8 @@ def _judge_piece(piece: Tensor, buffer: Tensor, other: Tensor, rows: list[int], 
 def judge_tokens(fn: Candidate, layout: Layout, rank: int, *, shift: int, fill: int) -> Iterator[Finding]:
     """In each row the token at its position plus ``shift``, or ``fill``."""
     tokens = [100 * (i + 1) + torch.arange(n) for i, n in enumerate(layout.batch.total_lengths)]
-    want = [fill] * layout.rows
-    for tokens_i, spans in zip(tokens, layout.spans(rank), strict=True):
-        for span in spans:
-            for n in range(span.length):
-                if span.position + n + shift < len(tokens_i):
-                    want[span.row + n] = int(tokens_i[span.position + n + shift])
+    known = [[*sample.tolist(), fill] for sample in tokens]
+    want = [fill if box is None else known[box.sample][box.position + shift] for box in boxes(layout, rank)]
     got = call(fn, given := [sample.clone() for sample in tokens], layout, rank)
     if not all(map(torch.equal, given, tokens)):
         yield Finding("C7", "", "the caller's tokens as they were", str(given))
@@ -121,9 +114,7 @@ def judge_weights(fn: Candidate, layout: Layout, rank: int) -> Iterator[Finding]
             first = layout.batch.first_predicting(i)
             want = [float(masks[i][p - first]) / total for p, _ in pairs]
             where = f"weights of sample {i}, {'some' if keep else 'no'} token counts"
-            for finding in differ(where, piece, torch.tensor(want, dtype=torch.float64)):
-                yield finding
-                return
+            yield from differ(where, piece, torch.tensor(want, dtype=torch.float64))
 
 
 def by_convention(what: str, got: Tensor, want: Tensor) -> Iterator[Finding]:
@@ -234,11 +225,8 @@ def layouts() -> dict[str, Layout]:
     batches = [Batch([n], [r]) for n in range(1, 8) for r in range(n)]
     batches += [Batch([1, 1], [0, 0]), Batch([2, 3], [1, 0]), Batch([3, 2], [2, 1]), Batch([9, 1], [8, 0])]
     batches += [Batch([5, 2, 7], [3, 1, 4]), Batch([4, 1, 6], [0, 0, 5]), Batch([8, 8], [2, 2])]
-    found = []
-    for batch in batches:
-        for cp in (1, 2, 3, 4):
-            found += [Layout(batch, "thd", "zigzag", cp), Layout(batch, "bshd", "zigzag", cp)]
-            found += [Layout(batch, "thd", "contiguous", cp), Layout(batch, "bshd", "contiguous", cp)]
+    ways = product(batches, (1, 2, 3, 4), ("zigzag", "contiguous"), ("thd", "bshd"))
+    found = [Layout(batch, form, split, cp) for batch, cp, split, form in ways]  # type: ignore[arg-type]
     found += [Layout(Batch([3, 5], [1, 4]), "bshd", "zigzag", cp, max_seq_len=8) for cp in (1, 2)]
     ordered = sorted([*found, *BATCHES], key=lambda layout: (layout.rows * layout.cp_size, layout.cp_size))
     return {named(layout): layout for layout in ordered}  # each once: of cp 1 there are two, of one kind

@@ -66,7 +66,7 @@ def _trained(me: ranks.Rank, step: history.Step, given: tuple[Layout, float]) ->
 
 
 def _redistributed(me: ranks.Rank, fn: Candidate, given: tuple[Layout, float]) -> history.Trained:
-    return _trained(me, history.Step(slicing.extract, fn, history.if_weighted), given)
+    return _trained(me, history.Step(slicing.extract, fn, if_weighted=True), given)
 
 
 def _steps() -> dict[str, Any]:
@@ -175,12 +175,9 @@ class Report:
 
     def __str__(self) -> str:
         clauses = sorted(self.clauses.items())
-        words = {
-            clause: "BROKEN" if found else "held" if self.seen[clause] else "not seen" for clause, found in clauses
-        }
-        verdicts = "  ".join(f"{clause} {word}" for clause, word in words.items())
+        words = [f"{c} {'BROKEN' if found else 'held' if self.seen[c] else 'not seen'}" for c, found in clauses]
         findings = [str(found) for _, found in clauses if found]
-        return "\n".join([f"{self.candidate} as {self.kind}, {self.cases} cases: {verdicts}", *findings])
+        return "\n".join([f"{self.candidate} as {self.kind}, {self.cases} cases: {'  '.join(words)}", *findings])
 
 
 def cases(kind: str | Kind) -> list[Case]:

@@ -6,7 +6,8 @@ computes the same, whole loss, so backward keeps this rank's gradient alone. One
 group's size, in silence. No second derivatives. An exchange has no such choice: what came from a rank goes back to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,13 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
     Raises:
         ValueError: another ``loss``.
     """
-    return _AllReduce.apply(x, group, _checked(loss))  # type: ignore[no-untyped-call, no-any-return]
+
+    def summed(values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)  # a gradient may be expanded, or someone else's
+        dist.all_reduce(total, group=group)
+        return total
+
+    return _Collective.apply(x, summed, summed if _sums(loss) else torch.clone)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
@@ -42,7 +49,18 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, *, loss: Loss) -> Tensor:
     """
     if x.dim() == 0:
         raise ValueError("a scalar has no rows to gather; pass x[None]")
-    return _AllGather.apply(x, group, _checked(loss))  # type: ignore[no-untyped-call, no-any-return]
+    sums, rows, size = _sums(loss), len(x), dist.get_world_size(group)
+
+    def gathered(values: Tensor) -> Tensor:
+        every = values.new_empty(size, *values.shape)
+        dist.all_gather(list(every.unbind(0)), values.contiguous(), group=group)
+        return every.flatten(0, 1)
+
+    def own(gradient: Tensor) -> Tensor:
+        parts = gradient.reshape(size, rows, *gradient.shape[1:])
+        return _exchange([1] * size, [1] * size, group, parts).sum(0) if sums else parts[dist.get_rank(group)]
+
+    return _Collective.apply(x, gathered, own)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def redistribute(
@@ -81,8 +99,9 @@ def redistribute(
     comes = [indices[owner[indices] == cp_rank] for indices in held]
     send, receive = torch.bincount(goes, minlength=layout.cp_size).tolist(), [len(indices) for indices in comes]
     device = lists[0][0].device
-    flat = torch.stack([torch.cat(pieces) for pieces in lists], 1)
-    moved = _AllToAll.apply(flat[goes.argsort(stable=True).to(device)], send, receive, group)  # type: ignore[no-untyped-call]
+    flat = torch.stack([torch.cat(pieces) for pieces in lists], 1)[goes.argsort(stable=True).to(device)]
+    there, back = partial(_exchange, send, receive, group), partial(_exchange, receive, send, group)
+    moved = _Collective.apply(flat, there, back)  # type: ignore[no-untyped-call]
     lengths = [sum(span.length for span in spans) for spans in target.response_spans(cp_rank)]
     columns = moved[torch.cat(comes).argsort().to(device)].unbind(1)
     wanted = [any(piece.requires_grad for piece in pieces) for pieces in lists]
@@ -91,12 +110,10 @@ def redistribute(
 
 def _indices(layout: Layout, rank: int) -> Tensor:
     """The numbers, in the list of all response tokens of the batch, of those that a rank holds; they rise."""
-    numbers, start = [torch.arange(0)], 0
-    for i, spans in enumerate(layout.response_spans(rank)):
-        shift = start - layout.batch.first_predicting(i)
-        numbers += [torch.arange(span.position, span.position + span.length) + shift for span in spans]
-        start += layout.batch.response_lengths[i]
-    return torch.cat(numbers)
+    lengths = layout.batch.response_lengths
+    numbers = torch.split(torch.arange(sum(lengths)), list(lengths))
+    held = zip(numbers, layout.response_slices(rank), strict=True)
+    return torch.cat([n[part] for n, parts in held for part in parts])
 
 
 def _fit(keys: Sequence[Sequence[Tensor]], layout: Layout, target: Layout, cp_rank: int) -> None:
@@ -113,63 +130,28 @@ def _fit(keys: Sequence[Sequence[Tensor]], layout: Layout, target: Layout, cp_ra
                 raise ValueError(f"sample {i}: a piece is {what}; {wanted}")
 
 
-def _checked(loss: str) -> str:
+def _sums(loss: str) -> bool:
     if loss not in ("own slice", "replicated"):
         raise ValueError(f"loss {loss!r} is neither 'own slice' nor 'replicated'")
-    return loss
+    return loss == "own slice"
 
 
-class _AllReduce(torch.autograd.Function):
+def _exchange(send: list[int], receive: list[int], group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
+    return received
+
+
+class _Collective(torch.autograd.Function):
+    """``there`` in forward, ``back`` in backward, both under the label of now."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, loss: str) -> Tensor:
-        ctx.group, ctx.loss, ctx.label = group, loss, current_label()
-        summed = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
-        gradient = incoming[0].clone(memory_format=torch.contiguous_format)  # it may be expanded, or someone else's
-        if ctx.loss == "own slice":
-            with label(ctx.label):
-                dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, loss: str) -> Tensor:
-        ctx.group, ctx.loss, ctx.label = group, loss, current_label()
-        gathered = x.new_empty(dist.get_world_size(group), *x.shape)
-        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
-        return gathered.flatten(0, 1)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back, ctx.label = back, current_label()
+        return there(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
-        size = dist.get_world_size(ctx.group)
-        parts = incoming[0].contiguous().view(size, incoming[0].shape[0] // size, *incoming[0].shape[1:])
-        if ctx.loss == "replicated":
-            return parts[dist.get_rank(ctx.group)], None, None
         with label(ctx.label):
-            received = torch.empty_like(parts)
-            dist.all_to_all_single(received, parts, group=ctx.group)
-        return received.sum(0), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group, ctx.label = send, receive, group, current_label()
-        received = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
-        with label(ctx.label):
-            gradient = incoming[0].new_empty(sum(ctx.send), *incoming[0].shape[1:])
-            dist.all_to_all_single(gradient, incoming[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return gradient, None, None, None
+            return ctx.back(incoming[0]), None, None

@@ -58,15 +58,13 @@ class Triple(NamedTuple):
         return self.s.log() - self.w / self.s
 
 
-def eager_forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
-    """The formulas to read: m, s, w and the target's logit of each row, ``[4, T]``; fp64 for fp64 logits, else fp32."""
-    out = torch.zeros(4, len(x), dtype=_acc(x), device=x.device)
+def eager_forward(x: Tensor, target: Tensor, out: Tensor, scale: float) -> None:
+    """The formulas to read: m, s, w and the target's logit of each row that has a target into ``out``, ``[4, T]``."""
     for some in _active_rows(x, target):
-        z = x[some].to(_acc(x))
+        z = x[some].to(out.dtype)
         here = target[some].clamp_min(0)[:, None]
         logit = torch.where(target[some] >= 0, z.gather(1, here)[:, 0], 0) if z.shape[1] else z.new_zeros(len(some))
         out[:, some] = torch.stack([*Triple.of(z, scale)[:3], logit])
-    return out
 
 
 def eager_backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
@@ -85,10 +83,12 @@ def eager_backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tenso
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, columns: int, options: dict[str, Any]
+        ctx: Any, logits: Tensor, target: Tensor, columns: int, options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        kernels, scale, group = options["kernels"], options["scale"], options["tp_group"]
-        m, s, w, logit = kernels[0](logits[:, :columns], target, scale)
+        (kernel, _), scale, group, mode, _ = options
+        out = torch.zeros(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+        kernel(logits[:, :columns], target, out, scale)
+        m, s, w, logit = out
         triple, found = Triple(m, s, w, scale), (target >= 0).to(m.dtype)
         if group is not None:  # two all-reduces: the maximum, then all the rest
             dist.all_reduce(top := m.clone(), op=dist.ReduceOp.MAX, group=group)
@@ -100,27 +100,20 @@ class _Function(torch.autograd.Function):
         log_prob = torch.where(found > 0, (logit - triple.m) * scale - log_s, torch.nan).masked_fill(skipped, 0)
         ctx.save_for_backward(logits, target, triple.m, log_s, entropy)
         ctx.columns, ctx.options = columns, options
-        ctx.set_materialize_grads(False)
-        if options["entropy"] != "grad":
+        if mode != "grad":
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "log_prob_and_entropy has no second derivative: create_graph=True would drop it in silence"
-            )
+            raise RuntimeError("no second derivative of log_prob_and_entropy: create_graph=True drops it in silence")
         logits, target, m, log_s, entropy = ctx.saved_tensors
-        of_log_prob, of_entropy = (torch.zeros_like(m) if g is None else g.to(m.dtype) for g in incoming)
-        constants = torch.stack([m, log_s, entropy, of_log_prob, of_entropy])
-        overwrite = ctx.options["overwrite"]
-        gradient = logits.detach() if overwrite else _cpu.empty_like(logits)
-        inside = slice(None, ctx.columns)
-        with torch.no_grad():
-            ctx.options["kernels"][1](logits[:, inside], target, gradient[:, inside], constants, ctx.options["scale"])
-            if ctx.columns < logits.shape[1]:
-                gradient[:, ctx.columns :] = 0
+        (_, kernel), scale, *_, overwrite = ctx.options
+        gradient, inside = logits.detach() if overwrite else _cpu.empty_like(logits), slice(None, ctx.columns)
+        constants = torch.stack([m, log_s, entropy, *incoming])
+        kernel(logits[:, inside], target, gradient[:, inside], constants, scale)
+        gradient[:, ctx.columns :] = 0
         if overwrite:
             torch.autograd.graph.increment_version(logits)  # whoever else saved the logits must hear of it
         return gradient, None, None, None
@@ -166,17 +159,22 @@ def log_prob_and_entropy(
     Raises:
         ValueError: shapes, dtypes or options that do not go together, or what ``check`` finds.
     """
-    _validate(logits, targets, entropy, temperature, vocab_start, vocab_size, overwrite_logits)
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"logits of shape {list(logits.shape)} and {logits.dtype}; they must be [T, V] and floating")
+    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64 or targets.device != logits.device:
+        got = f"targets of shape {list(targets.shape)}, {targets.dtype}, on {targets.device}"
+        raise ValueError(f"{got}; they must be [T] int64 beside logits of {len(logits)} rows on {logits.device}")
+    bad_range = not all(isinstance(n, int) and n >= 0 for n in (vocab_start, 0 if vocab_size is None else vocab_size))
+    if entropy not in ("off", "value", "grad") or not 0 < float(temperature) < math.inf or bad_range:
+        given = f"entropy {entropy!r}, temperature {temperature}, vocab_start {vocab_start}, vocab_size {vocab_size}"
+        raise ValueError(f"{given}: one of off, value and grad; positive and finite; integers, not negative")
+    owner = logits if logits._base is None else logits._base
+    if overwrite_logits and ((owner.is_leaf and owner.requires_grad) or not logits.is_contiguous()):
+        raise ValueError("overwrite_logits: they are a leaf or a view of one, which others hold, or not contiguous")
     last = logits.shape[1] if vocab_size is None else min(logits.shape[1], max(0, vocab_size - vocab_start))
     here = (targets >= vocab_start) & (targets < vocab_start + last)
     local = torch.where(here, targets - vocab_start, NOT_HERE).masked_fill(targets == NO_TARGET, NO_ROW)
-    options = {
-        "scale": 1.0 / float(temperature),
-        "tp_group": tp_group,
-        "entropy": entropy,
-        "overwrite": overwrite_logits,
-        "kernels": _kernels(logits, backend),
-    }
+    options = _kernels(logits, backend), 1.0 / float(temperature), tp_group, entropy, overwrite_logits
     log_prob, entropies = _Function.apply(logits, local, last, options)  # type: ignore[no-untyped-call]
     if check and bool((wrong := log_prob.isnan() | entropies.isnan()).any()):
         row = int(wrong.nonzero()[0])
@@ -194,8 +192,8 @@ def _kernels(logits: Tensor, backend: str) -> tuple[Any, Any]:
         from refimpl import kernels  # needs Triton
 
         return kernels.forward, kernels.backward
-    large = backend == "fused" or logits.numel() >= FUSED_FROM
-    if backend != "eager" and large and neighbours and _cpu.usable(logits):
+    large = backend == "fused" or (backend == "auto" and logits.numel() >= FUSED_FROM)
+    if large and neighbours and _cpu.usable(logits):
         return _cpu.forward, _cpu.backward
     if backend == "fused":
         raise ValueError(f"no fused kernels for {logits.dtype} logits of strides {logits.stride()} on {logits.device}")
@@ -206,28 +204,3 @@ def _active_rows(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     """The rows with a target, so many at a time that copies of them stay small."""
     rows = (target != NO_ROW).nonzero().flatten()
     return torch.split(rows, max(1, FUSED_FROM // max(1, x.shape[1])))
-
-
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _validate(
-    logits: Tensor, targets: Tensor, entropy: str, temperature: float, start: int, size: int | None, overwrite: bool
-) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(f"logits of shape {list(logits.shape)} and {logits.dtype}; they must be [T, V] and floating")
-    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64 or targets.device != logits.device:
-        got = f"targets of shape {list(targets.shape)}, {targets.dtype}, on {targets.device}"
-        raise ValueError(
-            f"{got} for logits of {len(logits)} rows on {logits.device}; they must be [T] int64 beside them"
-        )
-    bad_range = not all(isinstance(n, int) and n >= 0 for n in (start, 0 if size is None else size))
-    if entropy not in ("off", "value", "grad") or not 0 < float(temperature) < math.inf or bad_range:
-        given = f"entropy {entropy!r}, temperature {temperature}, vocab_start {start}, vocab_size {size}"
-        raise ValueError(f"{given}: one of off, value and grad; positive and finite; integers, not negative")
-    owner = logits._base if logits._base is not None else logits
-    if overwrite and ((owner.is_leaf and owner.requires_grad) or not logits.is_contiguous()):
-        raise ValueError(
-            "overwrite_logits: they are a leaf or a view of one, which its owner would lose, or not contiguous"
-        )

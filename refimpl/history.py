@@ -6,6 +6,7 @@ Re-created in our own terms from THUDM/slime (Apache-2.0), slime/backends/megatr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,14 +120,12 @@ def sum_and_cut(
 ) -> list[Tensor]:
     """Pad the pieces to whole responses, sum these over the ranks in one all-reduce, cut out the zigzag pieces."""
     lengths = list(layout.batch.response_lengths)
-    firsts = [layout.batch.first_predicting(sample) for sample in range(len(lengths))]
-    whole = []
-    for piece, (span,), first, length in zip(pieces, layout.response_spans(cp_rank), firsts, lengths, strict=True):
-        whole.append(pad(piece, (span.position - first, length - (span.position - first) - len(piece))))
+    held = zip(pieces, layout.response_slices(cp_rank), lengths, strict=True)
+    whole = [pad(piece, (part.start, length - part.stop)) for piece, (part,), length in held]
     with label(name):
         summed = all_reduce(torch.cat(whole), group, loss="own slice")
-    cut = zip(torch.split(summed, lengths), layout.as_zigzag().response_spans(cp_rank), firsts, strict=True)
-    return [torch.cat([values.narrow(0, s.position - first, s.length) for s in spans]) for values, spans, first in cut]
+    owned = zip(torch.split(summed, lengths), layout.as_zigzag().response_slices(cp_rank), strict=True)
+    return [torch.cat([values[part] for part in parts]) for values, parts in owned]
 
 
 def redistribute_now(
@@ -146,35 +145,25 @@ def buffers(
     return (-entropy).requires_grad_(), entropy.requires_grad_(entropy_grad)
 
 
-def buffers_2152(layout: Layout, cp_rank: int, device: torch.device | str, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """#2152: a call passes a keyword that the callee does not have yet. It took one more commit to see it."""
-    return buffers(layout, cp_rank, device, with_entropy_grad=entropy_grad)  # type: ignore[call-arg]
-
-
 @dataclass(frozen=True)
 class Step:
-    """One version: how pieces are cut, how they are exchanged, and whether the entropy asks for a gradient."""
+    """One version: how pieces are cut, how exchanged, and whether an entropy of coefficient 0 asks for no gradient."""
 
     extract: Callable[..., Any]
     redistribute: Callable[..., Any]
-    entropy_grad: Callable[[float], bool] = lambda coefficient: True
-    buffers: Callable[..., tuple[Tensor, Tensor]] = buffers
+    if_weighted: bool = False
     commit: str = ""
 
 
-def if_weighted(coefficient: float) -> bool:
-    """The entropy asks for a gradient if its coefficient in the loss is not 0: right, and less memory."""
-    return coefficient != 0
-
-
+extract_2152 = partial(extract_after_1846, with_entropy_grad=True)  # type: ignore[call-arg]  # the next commit saw it
 LINE = {
-    "#1788": Step(extract_before_1846, redistribute_1788, if_weighted, commit="2a89c169c"),
+    "#1788": Step(extract_before_1846, redistribute_1788, if_weighted=True, commit="2a89c169c"),
     "#1822": Step(extract_before_1846, redistribute_1822, commit="2928bba9d"),
     "#1846": Step(extract_after_1846, redistribute_1822, commit="5b688aaba"),
-    "#2152": Step(extract_after_1846, redistribute_1822, if_weighted, buffers_2152, commit="ca7a7eaf4"),
-    "#2153": Step(extract_after_1846, redistribute_1822, if_weighted, commit="fa3c990af"),
-    "#2123": Step(slicing.extract, redistribute_2123, if_weighted, commit="6ad61127e"),
-    "now": Step(slicing.extract, redistribute_now, if_weighted),
+    "#2152": Step(extract_2152, redistribute_1822, if_weighted=True, commit="ca7a7eaf4"),
+    "#2153": Step(extract_after_1846, redistribute_1822, if_weighted=True, commit="fa3c990af"),
+    "#2123": Step(slicing.extract, redistribute_2123, if_weighted=True, commit="6ad61127e"),
+    "now": Step(slicing.extract, redistribute_now, if_weighted=True),
 }
 
 
@@ -202,7 +191,7 @@ def train(
     scores a response token, else 0; ``None`` is what backward never reached. ``keep_graph`` adds 0 times the sum of the
     buffer, as slime does.
     """
-    log_prob, entropy = step.buffers(layout, me.cp_rank, me.device, entropy_grad=step.entropy_grad(coefficient))
+    log_prob, entropy = buffers(layout, me.cp_rank, me.device, coefficient != 0 or not step.if_weighted)
     keys = step.extract(log_prob, entropy, layout, me.cp_rank)
     log_probs, entropies = step.redistribute(keys, layout, me.cp_rank, me.cp_group)
     of_log_probs, of_entropies = ((weigh(key.detach()) * key).sum() for key in map(torch.cat, (log_probs, entropies)))

@@ -1,15 +1,15 @@
 """The Triton kernels of ``entropy.py`` and their launchers. ``kernels.c`` is the same loops for the CPU.
 
-``target`` is int64: a column of this shard, NOT_HERE (the target lies in another shard) or NO_ROW (the row is skipped).
+``target`` is int64: a column of this shard, -1 (the target lies in another shard) or -2 (the row is skipped).
 fp64 logits are accumulated in fp64, all others in fp32. Row offsets are 64-bit, for T * V passes 2^31 soon.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-NOT_HERE, NO_ROW = -1, -2
 
 
 @triton.jit
@@ -68,27 +68,24 @@ def backward_kernel(
         tl.store(theirs, tl.where(column == goal, of_log_prob + value, value), mask=inside)
 
 
-def block_size(columns: int) -> int:
-    """A tile of a row: 16 bytes a thread and load, and not much more than the row has."""
-    return min(4096, max(128, 1 << (columns - 1).bit_length()))
+def _meta(numbers: Tensor, columns: int) -> dict[str, Any]:
+    """The type that the kernels count in; a tile of a row: 16 bytes a thread and load, not much more than it has."""
+    tile = min(4096, max(128, 1 << (columns - 1).bit_length()))
+    return {"ACC": tl.float64 if numbers.dtype == torch.float64 else tl.float32, "BLOCK": tile}
 
 
-def forward(x: Tensor, target: Tensor, scale: float) -> Tensor:
-    """m, s, w and the target's logit of each row, ``[4, T]`` fp32 (fp64 for fp64); rows without a target hold zeros."""
+def forward(x: Tensor, target: Tensor, out: Tensor, scale: float) -> None:
+    """Write m, s, w and the target's logit of each row that has a target into ``out``, ``[4, T]``."""
     rows, columns = x.shape
-    wide = x.dtype == torch.float64
-    out = torch.zeros(4, rows, dtype=torch.float64 if wide else torch.float32, device=x.device)
     if rows:
-        acc, block = tl.float64 if wide else tl.float32, block_size(columns)
-        forward_kernel[(rows,)](x, target, out, rows, columns, x.stride(0), scale, BLOCK=block, ACC=acc, num_warps=8)
-    return out
+        meta = _meta(out, columns)
+        forward_kernel[(rows,)](x, target, out, rows, columns, x.stride(0), scale, num_warps=8, **meta)
 
 
 def backward(x: Tensor, target: Tensor, gradient: Tensor, constants: Tensor, scale: float) -> None:
     """Write the gradient, in the dtype of ``x``; ``constants`` ``[5, T]``: m, log s, entropy, incoming gradients."""
     rows, columns = x.shape
     if rows and columns:
-        acc, block = tl.float64 if x.dtype == torch.float64 else tl.float32, block_size(columns)
-        grid = (rows, triton.cdiv(columns, block))
-        strides = x.stride(0), gradient.stride(0)
-        backward_kernel[grid](x, target, gradient, constants, rows, columns, *strides, scale, BLOCK=block, ACC=acc)
+        meta = _meta(constants, columns)
+        grid, strides = (rows, triton.cdiv(columns, meta["BLOCK"])), (x.stride(0), gradient.stride(0))
+        backward_kernel[grid](x, target, gradient, constants, rows, columns, *strides, scale, **meta)

@@ -167,6 +167,12 @@ class Layout:
         first, totals = self.batch.first_predicting, self.batch.total_lengths
         return [tuple(s.clip(first(i), totals[i] - 1) for s in spans) for i, spans in enumerate(self.spans(cp_rank))]
 
+    def response_slices(self, cp_rank: int) -> list[tuple[slice, ...]]:
+        """``response_spans`` as slices of each sample's R response tokens: those that ``cp_rank`` scores."""
+        first, held = self.batch.first_predicting, enumerate(self.response_spans(cp_rank))
+        starts = [[(s.position - first(i), s.length) for s in spans] for i, spans in held]
+        return [tuple(slice(start, start + length) for start, length in own) for own in starts]
+
     def as_zigzag(self) -> "Layout":
         """The zigzag layout of the same batch, format and ranks: where a redistribution brings the pieces."""
         return replace(self, cp_split="zigzag", pad_multiple=1)

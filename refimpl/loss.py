@@ -38,10 +38,7 @@ def token_weights(
     Args:
         masks: for each sample ``[R]``, true or 1 where a token counts; the same on every rank.
         layout: how the pieces are laid out; after a redistribution that of its target.
-        cp_rank: which rank.
-        per: what weighs the same, see above.
         count: samples (or tokens that count) in the global batch; by default those of this batch.
-        dtype: of the weights.
 
     Returns:
         ``[R_local]`` each, on the device of the masks. With the default count they sum to 1 over all ranks if each
@@ -62,11 +59,8 @@ def token_weights(
     else:
         every = count or sum(mask.sum() for mask in counting)
         whole = [mask / max(every, 1) for mask in counting]
-    firsts = map(layout.batch.first_predicting, range(len(masks)))
-    return [
-        torch.cat([mask[s.position - first : s.position - first + s.length] for s in spans]).to(dtype)
-        for mask, first, spans in zip(whole, firsts, layout.response_spans(cp_rank), strict=True)
-    ]
+    held = zip(whole, layout.response_slices(cp_rank), strict=True)
+    return [torch.cat([mask[part] for part in parts]).to(dtype) for mask, parts in held]
 
 
 def weighted_sum(pieces: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

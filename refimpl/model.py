@@ -64,16 +64,12 @@ def attention_mask(layout: Layout, cp_rank: int) -> Tensor:
 
     It sees its own sample up to its own position; a padding row sees itself, so that its softmax is of something.
     """
-    place = torch.full((layout.cp_size, layout.rows, 2), -1)
-    for rank in range(layout.cp_size):
-        for sample, spans in enumerate(layout.spans(rank)):
-            for span in spans:
-                place[rank, span.rows, 0] = sample
-                place[rank, span.rows, 1] = torch.arange(span.position, span.position + span.length)
-    mine, every = place[cp_rank, :, None], place.view(1, -1, 2)
-    mask = (mine[..., 0] == every[..., 0]) & (mine[..., 1] >= every[..., 1]) & (mine[..., 0] >= 0)
-    own = torch.arange(layout.rows)
-    mask[own, own + cp_rank * layout.rows] = True
+    places = [i * MAX_LENGTH + torch.arange(total) for i, total in enumerate(layout.batch.total_lengths)]
+    every = torch.cat([slicing.local_tokens(places, layout, rank, pad_id=-1) for rank in range(layout.cp_size)])
+    own = slice(cp_rank * layout.rows, (cp_rank + 1) * layout.rows)
+    mine = every[own, None]
+    mask = (mine >= every) & (mine // MAX_LENGTH == every // MAX_LENGTH) & (mine >= 0)
+    mask[:, own].fill_diagonal_(True)
     return mask
 
 

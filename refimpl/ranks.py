@@ -18,6 +18,7 @@ import re
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -231,13 +232,11 @@ def _in_vain(children: list[_Child], folder: Path) -> list[_Child]:
     """
     ended = {child.rank for child in children if child.status in ("returned", "raised")}
     calls = [recorder.read(folder / f"rank-{child.rank}.calls") for child in children] if ended else []
-
-    def times(rank: int, group: tuple[int, ...]) -> int:
-        return sum(call.members == group for call in calls[rank])
+    times = [Counter(call.members for call in issued) for issued in calls]  # of each rank, how often over which group
 
     def stands(child: _Child) -> bool:
         *_, last = calls[child.rank]
-        ahead = any(times(child.rank, last.members) > times(rank, last.members) for rank in ended & {*last.members})
+        ahead = any(times[child.rank][last.members] > times[rank][last.members] for rank in ended & {*last.members})
         stack = child.where(folder / f"rank-{child.rank}.stack")[1] if ahead and "root" not in last.how else ""
         inner = re.search(r'File "(.*)", line', stack)
         return inner is not None and f"torch{os.sep}distributed{os.sep}" in inner[1]

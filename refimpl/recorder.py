@@ -8,15 +8,16 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 SPELT = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 KEY = "ADInplaceOrView"  # in the dispatcher below autograd and above every device, in forward and backward
@@ -25,8 +26,7 @@ KNOWN = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "b
 _LABEL: ContextVar[str] = ContextVar("label", default="")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective of one rank: what (``how``: reduction, root), of which tensor, over which group, when."""
 
     operation: str
@@ -46,19 +46,13 @@ class Call:
 
     @classmethod
     def loads(cls, text: str | bytes) -> "Call":
-        """From ``dumps``."""
+        """From a line of JSON."""
         fields: Any = [tuple(v) if isinstance(v, list) else v for v in json.loads(text)]
         return cls(*fields)
 
-    def dumps(self) -> str:
-        """One line of JSON."""
-        return json.dumps(astuple(self))
-
-    def fits(self, other: "Call | None") -> bool:
-        """Whether two ranks mean the same collective. Only the label tells apart two reduces of the same size."""
-        return other is not None and self._meant() == other._meant()
-
-    def _meant(self) -> tuple[object, ...]:
+    @property
+    def meant(self) -> tuple[object, ...]:
+        """Equal where two ranks mean the same collective. Only the label tells apart two reduces of the same size."""
         start = UNEVEN.get(self.operation, 0)
         tensor = () if start is None else (self.dtype, len(self.shape), self.shape[start:])
         return self.operation, self.how, self.phase, self.label, self.name, tensor
@@ -91,10 +85,9 @@ def first_difference(records: Sequence[Record]) -> Difference | None:
         own = {rank: [i for i, c in enumerate(records[rank].calls) if c.members == members] for rank in members}
         for n in range(max(map(len, own.values()))):
             calls = [records[rank].calls[own[rank][n]] if n < len(own[rank]) else None for rank in members]
-            first = next(call for call in calls if call)
-            if not all(first.fits(call) for call in calls):
+            if len({call and call.meant for call in calls}) > 1:
                 steps = {r: own[r][n] if n < len(own[r]) else len(records[r].calls) for r in members}
-                found.append(Difference(first.group, steps))
+                found.append(Difference(next(call.group for call in calls if call), steps))
                 break
     return min(found, key=lambda difference: min(difference.steps.values()), default=None)
 
@@ -170,9 +163,11 @@ class Recorder:
                 hook.impl(name, partial(self._issue, operator), KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         while self.hooks:
             self.hooks.pop()._destroy()
+        if self.store is not None:  # nothing more will come
+            self.store.set(f"end/{self.rank}", f"raised {kind.__name__}" if kind else "returned")
 
     def _issue(self, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a collective, then let it happen."""
@@ -181,7 +176,7 @@ class Recorder:
             if outermost:
                 given = {a.name: value for a, value in zip(operator._schema.arguments, args, strict=False)}
                 call = self._read(operator._opname, given | kwargs)
-                print(call.dumps(), file=self.file, flush=True)
+                print(json.dumps(call), file=self.file, flush=True)
                 self.issued[call.members] += 1
                 if self.store is not None:
                     self._agree(call, f"{call.members}/{self.issued[call.members]}", self.store)
@@ -191,7 +186,7 @@ class Recorder:
 
     def _read(self, operator: str, given: Mapping[str, Any]) -> Call:
         names = ("input", "inputs", "input_tensor", "input_tensors", "tensors")
-        tensors = list(_tensors(given.get(name) for name in names))
+        tensors = [x for x in tree_leaves([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
         group: Any = given.get("group_name")  # of a functional collective
         if group is None:
             group = dist.ProcessGroup.unbox(given["process_group"])
@@ -211,18 +206,16 @@ class Recorder:
 
     def _agree(self, call: Call, key: str, store: Any) -> None:
         """Wait until every member has issued something here, or has ended; raise unless it is the same."""
-        store.set(f"{key}/{self.rank}", call.dumps())
+        store.set(f"{key}/{self.rank}", json.dumps(call))
         for other in set(call.members) - {self.rank}:
-            while True:
-                ended = store.check([f"end/{other}"])  # asked first: what was issued before the end is there by then
-                if store.check([f"{key}/{other}"]):
-                    issues = Call.loads(store.get(f"{key}/{other}"))
-                    break
-                if ended:
-                    how = store.get(f"end/{other}").decode()
+            theirs, end = [f"{key}/{other}"], [f"end/{other}"]
+            while not store.check(theirs):
+                if store.check(end) and not store.check(theirs):  # what was issued before the end is there by then
+                    how = store.get(*end).decode()
                     raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues nothing more, it {how}")
                 time.sleep(0.001)
-            if not call.fits(issues):
+            issues = Call.loads(store.get(*theirs))
+            if call.meant != issues.meant:
                 raise DivergenceError(f"rank {self.rank} issues {call}; rank {other} issues {issues}")
 
 
@@ -239,12 +232,3 @@ def _operation(operator: str) -> str:
     for end in ("_out", "_coalesced", "_base", "_tensor", "_into", "_single"):
         name = name.removesuffix(end)
     return SPELT.get(name, name)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensors(value)

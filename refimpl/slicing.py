@@ -86,7 +86,5 @@ def _rows_like(tokens: Sequence[Tensor], layout: Layout, fill: int, dtype: torch
         if sample.shape != (total,):
             raise ValueError(f"sample {i}: tokens of shape {list(sample.shape)}, total_length is {total}")
         if sample.dtype != tokens[0].dtype or sample.is_floating_point():
-            raise ValueError(
-                f"sample {i}: tokens of dtype {sample.dtype}, not integers of one dtype ({tokens[0].dtype})"
-            )
+            raise ValueError(f"sample {i}: {sample.dtype} tokens, not integers of one dtype ({tokens[0].dtype})")
     return (tokens[0] if tokens else torch.arange(0)).new_full((layout.rows,), fill, dtype=dtype)

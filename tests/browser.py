@@ -1,12 +1,13 @@
 """Headless Chromium for the tests that look at pages, and how to end what they started."""
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@contextmanager
+@contextlib.contextmanager
 def chromium() -> Iterator[Any]:
     """A browser that is closed at the end, so that no event loop is left to the tests that follow."""
     try:
@@ -32,10 +33,12 @@ def chromium() -> Iterator[Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, of those that the system gives nobody who asks for just any, as ranks do."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -98,9 +99,10 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
     tree, settings = home / "tree", home / "settings/@jupyterlab"
     unwanted = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
     shutil.copytree(TOP, tree, ignore=unwanted)
-    port, token = free_port(), secrets.token_hex(16)
+    port, token, sockets = free_port(), secrets.token_hex(16), tempfile.mkdtemp("", "lab-", "/tmp")  # of short names
     address = f"http://127.0.0.1:{port}"
     flags = f"--no-browser --ip=127.0.0.1 --port={port} --ServerApp.port_retries=0 --IdentityProvider.token={token}"
+    flags += f" --KernelManager.transport=ipc --KernelManager.ip={sockets}/kernel"  # no port that others may get first
     make = ["make", "-o", ".venv/ready", "lab", f"BIN={Path(sys.executable).parent}", f"ARGS={flags}"]
     folders = {"JUPYTERLAB_SETTINGS_DIR": home / "settings", "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces"}
     folders |= {"JUPYTER_CONFIG_DIR": home / "config", "IPYTHONDIR": home / "ipython", "PYTHONPATH": tree}
@@ -150,6 +152,7 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
         yield open_
     finally:
         end(server)
+        shutil.rmtree(sockets)
 
 
 def menu(page: Any, *names: str) -> None:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "candidate": set(),
     "cases": {"candidate", "diagrams", "history", "layout", "slicing"},
     "check": {"candidate", "cases", "diagrams", "history", "layout", "ranks", "recorder", "slicing"},
-    "bench": {"_cpu", "entropy", "history", "layout", "ranks", "slicing"},
+    "bench": {"_cpu", "cases", "entropy", "history", "layout", "ranks", "slicing"},
     "__main__": {"_server", "check", "diagrams", "history", "layout", "ranks"},
 }
 """A file imports only files above it: no cycles. Nothing imports tests."""
@@ -88,7 +88,7 @@ def test_no_branch_on_a_layout_outside_layout() -> None:
 def test_the_package_is_compact() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
     assert max(lengths.values()) <= 250, lengths
-    assert sum(lengths.values()) <= 3142, lengths  # DESIGN promises 2,500: to be paid back, never raised
+    assert sum(lengths.values()) <= 2980, lengths  # DESIGN promises 2,500: to be paid back, never raised
 
 
 def names(path: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """The record of collectives: what it sees, how ranks are compared, and the mode that fails at the first difference."""
 
 import io
+import json
 import threading
 import time
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_a_long_report_stays_short() -> None:
 
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
-    whole = call(label="whole").dumps()
+    whole = json.dumps(call(label="whole"))
     (tmp_path / "calls").write_text(f"{whole}\n{whole}\n{whole[:30]}")
     assert read(tmp_path / "calls") == (call(label="whole"), call(label="whole"))
 
@@ -286,7 +287,7 @@ def test_a_peer_that_issues_and_ends_between_two_looks_is_no_divergence() -> Non
             return self.looks > 1  # after the first question the peer issues the same, and ends
 
         def get(self, key: str) -> bytes:
-            return call().dumps().encode() if "end" not in key else b"returned"
+            return json.dumps(call()).encode() if "end" not in key else b"returned"
 
     Recorder(0, io.StringIO(), {}, Store())._agree(call(), "key", Store())
 
