@@ -11,6 +11,7 @@ help:             ## this list
 lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes flags on
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
 
+test: export OMP_WAIT_POLICY := PASSIVE  # two processes on two cores: who waits must not spin
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene; ARGS="-n 0" in one process
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
