@@ -4,6 +4,11 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAB_FLAGS := $(if $(filter 0,$(shell id -u)),--allow-root) $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-browser)
 
+# Two processes share the tests, a file at a time, as listed: the browser, which takes longest, first.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+# They share two cores, too: a thread that waits must not spin.
+test coverage: export OMP_WAIT_POLICY := PASSIVE
+
 .PHONY: help lab test nightly coverage demo site refresh figures pins clean
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## */make \1\t/p' Makefile
@@ -11,16 +16,15 @@ help:             ## this list
 lab: .venv/ready  ## JupyterLab at the map notebook; ARGS="--port 9999" passes flags on
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_map.ipynb $(LAB_FLAGS) $(ARGS)
 
-test: export OMP_WAIT_POLICY := PASSIVE  # two processes on two cores: who waits must not spin
 test: .venv/ready ## lint, types, unit tests, real ranks, every notebook, hygiene; ARGS="-n 0" in one process
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(SHARED) $(ARGS)
 
 nightly: .venv/ready ## what takes long: thousands of random cases, the longer notebooks twice in one kernel
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "sweep or nightly" $(ARGS)
 
 coverage: .venv/ready ## lines of refimpl that the tests run, in processes and ranks that they start too; at least 95 %
 	$(BIN)/coverage erase
-	PYTHONPATH=$(CURDIR) $(BIN)/coverage run -m pytest tests $(ARGS)
+	PYTHONPATH=$(CURDIR) $(BIN)/coverage run -m pytest tests $(SHARED) $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
