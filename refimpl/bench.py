@@ -150,7 +150,7 @@ def bench_entropy(runs: int, rows: int, columns: int, device: torch.device) -> N
                 else:
                     extra[name] = (peak - before) / (rows * columns * 4)
                     pairs = zip((*got, gradient)[: 3 if len(got) == 2 else 1], want, strict=False)
-                    found = [(a[some] - b).abs().max().item() for a, b in pairs]
+                    found = [(a[some] - b.to(a.dtype)).abs().max().item() for a, b in pairs]
                     error[name] = "" if goals is half else " ".join(f"{e:9.1e}" for e in found)
                 del got, gradient, x
         print(f"\n{where}, logits [{rows}, {columns}] in {dtype}, median of {runs} in turn, forward and backward")
