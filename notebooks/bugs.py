@@ -91,12 +91,6 @@ def all_at_once(logits: Tensor, tokens: Sequence[Tensor], layout: Layout, cp_ran
 # ---------------------------------------------------------------- rows of logits
 
 
-def plain(logits: Tensor, targets: Tensor) -> Pair:
-    """-sum p log p, as everybody writes it."""
-    log_p = torch.log_softmax(logits.float(), 1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-
-
 def masked_where_p_is_0(logits: Tensor, targets: Tensor) -> Pair:
     """-sum p log p, in which p = 0 counts as 0."""
     p = torch.softmax(logits.float(), 1)

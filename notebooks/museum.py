@@ -18,7 +18,7 @@ from torch import Tensor
 
 import bugs
 import kinds
-from refimpl import check, history, ranks, slicing
+from refimpl import bench, check, history, ranks, slicing
 from refimpl.candidate import Kind
 from refimpl.diagrams import Drawing
 from refimpl.entropy import log_prob_and_entropy
@@ -309,7 +309,7 @@ EXHIBITS = {
         f"{GITHUB}pytorch/pytorch/issues/40553",
         "training breaks down as soon as a token is forbidden",
         "the entropy of logits 0, 0 and -inf; log 2 is right",
-        bugs.plain,
+        bench.plain,
         log_prob_and_entropy,
         partial(on_row, [0.0, 0.0, -torch.inf], 0, 1),
         "p is 0 and log p is -inf, and their product is NaN",

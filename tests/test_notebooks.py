@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from jupyter_client.manager import run_kernel
+from refresh import run
 
 TOP = Path(__file__).parent.parent
 PATHS = sorted((TOP / "notebooks").glob("*.ipynb"))
@@ -145,25 +144,12 @@ def texts(outputs: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("path", RERUN)
 def test_a_second_run_in_the_same_kernel_shows_the_same(path: Path) -> None:
-    """Every code cell, and then every code cell once more: no cell may lean on what a first run has not yet changed.
-
-    Not by nbclient: beside widgets it misses a reply now and then, and waits for it until the timeout.
-    """
-    cells, outputs = code(load(path)), []
-
-    def hear(message: dict[str, Any]) -> None:
-        if message["msg_type"] in ("stream", "display_data", "execute_result"):
-            outputs.append(nbformat.v4.output_from_msg(message))
-
-    arguments = {"cwd": str(path.parent), "extra_arguments": ["--IPKernelApp.capture_fd_output=False"]}
-    with run_kernel(**arguments) as client:
-        for count, cell in enumerate(cells + cells, 1):
-            outputs.clear()
-            reply = client.execute_interactive(source(cell), output_hook=hear, allow_stdin=False, timeout=240)
-            assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
-            assert reply["content"]["execution_count"] == count
-            if count > len(cells) and "nbval-ignore-output" not in cell["metadata"].get("tags", []):
-                assert texts(outputs) == texts(cell["outputs"]), source(cell)
+    """Every code cell, and then every code cell once more: no cell may lean on what a first run has not yet changed."""
+    cells = code(load(path)) * 2
+    for number, (cell, (count, outputs)) in enumerate(zip(cells, run(map(source, cells), path.parent), strict=True), 1):
+        assert count == number
+        if number > len(cells) / 2 and "nbval-ignore-output" not in cell["metadata"].get("tags", []):
+            assert texts(outputs) == texts(cell["outputs"]), source(cell)
 
 
 READ_ONLY = """
